@@ -36,3 +36,7 @@ def run_leaping(main: Coroutine[Any, Any, T]) -> T:
     """Return the result of a coroutine; see `asyncio.run`."""
     with asyncio.Runner(loop_factory=LeapingLoop) as runner:
         return runner.run(main)
+
+
+LEAPING = ("asyncio", {"loop_factory": LeapingLoop})
+"""The value of the fixture ``anyio_backend`` for tests that run on a leaping loop."""

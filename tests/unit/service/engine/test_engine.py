@@ -305,10 +305,7 @@ def test_a_session_on_cuda(tmp_path: Path, cuda: type[OnCuda], capsys: Any) -> N
     (opened,) = cuda.opened
     assert opened.file == tmp_path / "g.onnx"
     assert opened.asked == [
-        (
-            CUDA,
-            {"device_id": "3", "arena_extend_strategy": "kSameAsRequested", "use_tf32": "0"},
-        ),
+        (CUDA, {"device_id": "3", "arena_extend_strategy": "kSameAsRequested", "use_tf32": "0"}),
         "CPUExecutionProvider",
     ]
     assert opened.enable_fallback == 0

@@ -133,11 +133,14 @@ def test_an_adapter_that_is_forgotten_stays_until_its_last_batch_has_run() -> No
     assert loaded.keys == []
 
 
-def test_why_an_adapter_cannot_be_read_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [ValueError, StartupError], ids=["its files", "its base"])
+def test_why_an_adapter_cannot_be_read_is_logged(
+    error: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
     loaded = loaded_adapters(1, room=2)
 
     def fail() -> Adapter:
-        raise ValueError("adapter_model.safetensors cannot be read")
+        raise error("adapter_model.safetensors cannot be read")
 
     loaded.add("gone", fail)
     with caplog.at_level(logging.ERROR, "cloze"):
@@ -155,14 +158,3 @@ def test_the_longest_unused_one_makes_room_and_no_other() -> None:
             pass
         kept.append(loaded.keys)
     assert kept == [["1"], ["1", "2"], ["2", "1"], ["1", "3"], ["4", "3"]]
-
-
-def test_a_base_that_cannot_be_read_any_more_fails_its_adapter_alone() -> None:
-    loaded = loaded_adapters(1, room=2)
-
-    def fail() -> Adapter:
-        raise StartupError("bundle tiny@1: adapter-heads.safetensors cannot be read")
-
-    loaded.add("stars@1", fail)
-    with refused("adapter_unavailable"):
-        loaded.hold("stars@1").result(10)

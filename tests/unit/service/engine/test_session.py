@@ -89,33 +89,6 @@ def test_a_second_session_only_for_more_threads(
         )
 
 
-def test_packed_weights_lie_in_a_file_beside_the_graph(
-    graph: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written: list[dict[str, str]] = []
-    original = ort.InferenceSession
-
-    def opened(file: Path, options: Any, **rest: Any) -> Any:
-        assert rest == {"providers": ["CPUExecutionProvider"], "enable_fallback": 0}
-        if options.optimized_model_filepath:
-            written.append(
-                {name: options.get_session_config_entry(name) for name in sessions._PREPARE}
-            )
-            assert Path(options.optimized_model_filepath).parent.parent == graph.parent
-        return original(file, options, **rest)
-
-    monkeypatch.setattr(ort, "InferenceSession", opened)
-    monkeypatch.setattr(sessions, "temporary_folder", lambda: graph.parent)
-    cpu_session(graph, 1, 2)
-    assert written == [
-        {
-            "session.optimized_model_external_initializers_file_name": "weights.bin",
-            "session.optimized_model_external_initializers_min_size_in_bytes": "131072",
-            "session.save_external_prepacked_constant_initializers": "1",
-        }
-    ]
-
-
 def test_without_a_folder_a_lone_request_has_one_core(
     graph: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

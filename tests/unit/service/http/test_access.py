@@ -14,17 +14,24 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from cloze.service.batching.admission import WaitLimits
-from cloze.service.errors import Overloaded
 from cloze.service.http.body import BytesResponse
 from cloze.service.http.door import Door, Gate, StartQueue
 from cloze.service.http.keys import Keys, Permission
 from cloze.service.http.record import Access, Callers, accepted_hosts, is_accepted
 from cloze.service.http.returns import Returns
-from cloze.service.http.routes import HTML, JSON, NPY, RAW, TEXT
 from cloze.service.server import acceptor as acceptor_module
 from cloze.service.server.acceptor import Acceptor, Probes
 from cloze.service.settings import is_loopback
 from tests.support.records import recorded, scope_of
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Return a loop for which time passes: sockets are real here."""
+    return "asyncio"
+
 
 # ---- hosts -------------------------------------------------------------------------------------
 
@@ -140,32 +147,6 @@ def test_without_keys_everybody_may_send_requests_to_an_accepted_host() -> None:
     assert asyncio.run(reach(local, "GET", "/health", host="evil")) == "OtherHost"
 
 
-def test_handlers_are_called_without_the_router() -> None:
-    async def embed(_: Request) -> Response:
-        return PlainTextResponse("direct")
-
-    async def fails(_: Request) -> Response:
-        raise Overloaded("full", 1)
-
-    access = controlled().access
-    direct = Door(access, GATE, application, {"/embed": embed, "/fails": fails}, named)
-    for method, path, result in (
-        ("POST", "/embed", "direct"),
-        ("GET", "/embed", "passed"),
-        ("POST", "/other", "passed"),
-        ("POST", "/fails", "Overloaded"),
-    ):
-        assert asyncio.run(reach(direct, method, path)) == result
-
-
-def test_names_of_media_types() -> None:
-    """Clients ask for them by these names."""
-    assert (JSON, RAW, NPY, TEXT, HTML) == (
-        "application/json", "application/octet-stream", "application/x-npy", "text/plain",
-        "text/html",
-    )  # fmt: skip
-
-
 def test_a_response_of_bytes_has_its_length() -> None:
     response = BytesResponse(b"12345", b"text/plain", (b"x-more", b"1"))
     assert response.status_code == 200
@@ -215,42 +196,35 @@ def test_connections_are_accepted_and_probes_answered_at_once() -> None:
 
 
 def test_more_connections_than_one_turn_takes() -> None:
-    assert acceptor_module._ACCEPTS_PER_TURN == 16
     assert accepting({}, *[b"x"] * 40) == [b"hello"] * 40
 
 
-def test_an_acceptor_accepts_nothing_before_its_begin() -> None:
-    async def run() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            acceptor = Acceptor(listener, Greeter, lambda: None, Probes({}, frozenset()))
-            with socket.create_connection(listener.getsockname()) as client:
-                client.setblocking(False)
-                await asyncio.sleep(0.05)
-                with pytest.raises(BlockingIOError):
-                    client.recv(1)
-                acceptor.begin()
-                loop = asyncio.get_running_loop()
-                assert await asyncio.wait_for(loop.sock_recv(client, 9), 20) == b"hello"
-            acceptor.close()
-            await acceptor.wait_closed()
-
-    asyncio.run(run())
-
-
-def test_a_closed_acceptor_accepts_nothing() -> None:
-    async def run() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            acceptor = Acceptor(listener, Greeter, lambda: None, Probes({}, frozenset()))
+async def test_an_acceptor_accepts_nothing_before_its_begin() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        acceptor = Acceptor(listener, Greeter, lambda: None, Probes({}, frozenset()))
+        with socket.create_connection(listener.getsockname()) as client:
+            client.setblocking(False)
+            await asyncio.sleep(0.05)
+            with pytest.raises(BlockingIOError):
+                client.recv(1)
             acceptor.begin()
-            acceptor.close()
-            acceptor.begin()
-            with socket.create_connection(listener.getsockname()) as client:
-                client.setblocking(False)
-                await asyncio.sleep(0.05)
-                with pytest.raises(BlockingIOError):
-                    client.recv(1)
+            loop = asyncio.get_running_loop()
+            assert await asyncio.wait_for(loop.sock_recv(client, 9), 20) == b"hello"
+        acceptor.close()
+        await acceptor.wait_closed()
 
-    asyncio.run(run())
+
+async def test_a_closed_acceptor_accepts_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        acceptor = Acceptor(listener, Greeter, lambda: None, Probes({}, frozenset()))
+        acceptor.begin()
+        acceptor.close()
+        acceptor.begin()
+        with socket.create_connection(listener.getsockname()) as client:
+            client.setblocking(False)
+            await asyncio.sleep(0.05)
+            with pytest.raises(BlockingIOError):
+                client.recv(1)
 
 
 class FullOnce(socket.socket):
@@ -267,84 +241,50 @@ class FullOnce(socket.socket):
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
-def test_a_process_without_files_accepts_again_after_a_pause(
+async def test_a_process_without_files_accepts_again_after_a_pause(
     number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert acceptor_module._PAUSE_S == 0.2
     monkeypatch.setattr(acceptor_module, "_PAUSE_S", 0.01)
     monkeypatch.setattr(FullOnce, "number", number)
 
-    async def run() -> None:
-        loop = asyncio.get_running_loop()
-        with FullOnce() as listener:
-            listener.bind(("127.0.0.1", 0))
-            listener.listen()
-            acceptor = Acceptor(listener, Greeter, lambda: None, Probes({}, frozenset()))
-            acceptor.begin()
-            with socket.create_connection(listener.getsockname()) as client:
-                client.setblocking(False)
-                assert await asyncio.wait_for(loop.sock_recv(client, 9), 20) == b"hello"
-            acceptor.close()
-            await acceptor.wait_closed()
-        assert caplog.messages == ["connections wait: Too many open files"]
-
-    asyncio.run(run())
+    loop = asyncio.get_running_loop()
+    with FullOnce() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        acceptor = Acceptor(listener, Greeter, lambda: None, Probes({}, frozenset()))
+        acceptor.begin()
+        with socket.create_connection(listener.getsockname()) as client:
+            client.setblocking(False)
+            assert await asyncio.wait_for(loop.sock_recv(client, 9), 20) == b"hello"
+        acceptor.close()
+        await acceptor.wait_closed()
+    assert caplog.messages == ["connections wait: Too many open files"]
 
 
-def test_other_errors_of_a_listening_socket_are_bugs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FullOnce, "number", errno.EINVAL)
-
-    async def run() -> None:
-        with FullOnce() as listener:
-            listener.bind(("127.0.0.1", 0))
-            listener.listen()
-            acceptor = Acceptor(listener, Greeter, lambda: None, Probes({}, frozenset()))
-            acceptor.begin()
-            with pytest.raises(OSError, match="Too many open files"):
-                acceptor._accept()
-            acceptor.close()
-
-    asyncio.run(run())
-
-
-def test_connections_of_clients_that_have_gone_are_closed() -> None:
+async def test_connections_of_clients_that_have_gone_are_closed() -> None:
     """A client that speaks no TLS, and one that is gone before its handshake."""
 
-    async def run() -> None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            probe = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-            plain = socket.create_connection(listener.getsockname())
-            plain.sendall(probe)
-            gone = socket.create_connection(listener.getsockname())
-            gone.close()
-            acceptor = Acceptor(
-                listener, Greeter, lambda: context, Probes({b"/health": lambda: b"up"}, frozenset())
-            )
-            acceptor.begin()
-            plain.setblocking(False)
-            loop = asyncio.get_running_loop()
-            received = b""
-            with contextlib.suppress(ConnectionError):
-                while part := await asyncio.wait_for(loop.sock_recv(plain, 999), 20):
-                    received += part
-            assert not received.startswith(b"HTTP"), "with TLS, nobody answers in plain text"
-            acceptor.close()
-            await acceptor.wait_closed()
-            plain.close()
-
-    asyncio.run(run())
-
-
-def test_a_wrong_host_is_named_in_part() -> None:
-    async def shown(_: Request, error: Exception) -> Response:
-        return PlainTextResponse(str(error))
-
-    control = controlled(frozenset({b"cloze"}), respond=shown)
-    message = asyncio.run(reach(control, "GET", "/", host="x" * 99))
-    assert message == (
-        f"the Host header '{'x' * 79} is not of this server; name it in allowed_hosts"
-    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        probe = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        plain = socket.create_connection(listener.getsockname())
+        plain.sendall(probe)
+        gone = socket.create_connection(listener.getsockname())
+        gone.close()
+        acceptor = Acceptor(
+            listener, Greeter, lambda: context, Probes({b"/health": lambda: b"up"}, frozenset())
+        )
+        acceptor.begin()
+        plain.setblocking(False)
+        loop = asyncio.get_running_loop()
+        received = b""
+        with contextlib.suppress(ConnectionError):
+            while part := await asyncio.wait_for(loop.sock_recv(plain, 999), 20):
+                received += part
+        assert not received.startswith(b"HTTP"), "with TLS, nobody answers in plain text"
+        acceptor.close()
+        await acceptor.wait_closed()
+        plain.close()
 
 
 def test_probes_are_answered_under_any_address_and_nothing_else_is() -> None:

@@ -5,7 +5,7 @@ import gzip
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -29,19 +29,13 @@ from cloze.service.http.bytes_held import SMALL_BYTES, ByteBudget, Hold
 from cloze.service.http.record import Callers
 from cloze.service.http.routes import RECORD
 from cloze.service.models.pipeline import run_anywhere
-from tests.support.leaping_loop import LeapingLoop
 from tests.support.records import Open, recorded, scope_of
 from tests.support.refusals import refused
 from tests.support.virtual_time import LOOP_CLOCK
 
+pytestmark = pytest.mark.anyio
+
 LARGE = 100_000
-
-
-@pytest.fixture
-def play() -> Iterator[Any]:
-    """Return a function that runs a coroutine; the clock leaps to the next timer."""
-    with asyncio.Runner(loop_factory=LeapingLoop) as runner:
-        yield runner.run
 
 
 class Sender:
@@ -118,81 +112,63 @@ async def has_room(budget: ByteBudget, size: int) -> bool:
 
 
 @pytest.mark.parametrize("limit_s", [0.02, 0.09, 0.1, 0.5, 30.0])
-def test_the_limits_of_both_phases(play: Any, limit_s: float) -> None:
-    async def run() -> None:
-        began = LOOP_CLOCK.monotonic()
-        with pytest.raises(SlowRequest) as slow:
-            await read(limits_of(), timed(limit_s, b"12", 5000.0, b"3"))
-        assert LOOP_CLOCK.monotonic() - began == pytest.approx(limit_s)
-        limit = f"the limit of {limit_s * 1000:.0f} ms"
-        assert str(slow.value) == f"2 bytes of the body arrived within {limit}, not all"
-        began = LOOP_CLOCK.monotonic()
-        with pytest.raises(DeadlineExceeded) as late:
-            await read(limits_of(), timed(limit_s, b"12"), answer_s=5000.0)
-        assert LOOP_CLOCK.monotonic() - began == pytest.approx(limit_s)
-        assert str(late.value) == f"no answer within {limit}"
-
-    play(run())
+async def test_the_limits_of_both_phases(limit_s: float) -> None:
+    began = LOOP_CLOCK.monotonic()
+    with pytest.raises(SlowRequest) as slow:
+        await read(limits_of(), timed(limit_s, b"12", 5000.0, b"3"))
+    assert LOOP_CLOCK.monotonic() - began == pytest.approx(limit_s)
+    limit = f"the limit of {limit_s * 1000:.0f} ms"
+    assert str(slow.value) == f"2 bytes of the body arrived within {limit}, not all"
+    began = LOOP_CLOCK.monotonic()
+    with pytest.raises(DeadlineExceeded) as late:
+        await read(limits_of(), timed(limit_s, b"12"), answer_s=5000.0)
+    assert LOOP_CLOCK.monotonic() - began == pytest.approx(limit_s)
+    assert str(late.value) == f"no answer within {limit}"
 
 
-def test_a_body_that_dribbles_ends_at_the_time_limit(play: Any) -> None:
-    async def run() -> None:
-        dribble = [part for _ in range(100) for part in (b"1", 1.0)]
-        with refused("body_timeout", 30):
-            await read(limits_of(), timed(29.5, *dribble))
-
-    play(run())
+async def test_a_body_that_dribbles_ends_at_the_time_limit() -> None:
+    dribble = [part for _ in range(100) for part in (b"1", 1.0)]
+    with refused("body_timeout", 30):
+        await read(limits_of(), timed(29.5, *dribble))
 
 
-def test_a_request_within_its_time_is_left_alone(play: Any) -> None:
-    async def run() -> None:
-        limits = limits_of()
-        assert await read(limits, timed(0.5, b"1")) == b"1"
-        await asyncio.sleep(1)
-        assert await read(limits, timed(0.5, b"12", 0.4, b"3"), answer_s=0.49) == b"123"
-        with pytest.raises(DeadlineExceeded):
-            await read(limits, timed(0.5, b"12", 0.4, b"3"), answer_s=0.51)
-        with pytest.raises(DeadlineExceeded):
-            await read(limits, timed(0.5, b"12", 0.04, b"3"), answer_s=0.47)
-        await asyncio.sleep(100)
-        assert len(asyncio.all_tasks()) == 1
-
-    play(run())
+async def test_a_request_within_its_time_is_left_alone() -> None:
+    limits, before = limits_of(), asyncio.all_tasks()
+    assert await read(limits, timed(0.5, b"1")) == b"1"
+    await asyncio.sleep(1)
+    assert await read(limits, timed(0.5, b"12", 0.4, b"3"), answer_s=0.49) == b"123"
+    with pytest.raises(DeadlineExceeded):
+        await read(limits, timed(0.5, b"12", 0.4, b"3"), answer_s=0.51)
+    with pytest.raises(DeadlineExceeded):
+        await read(limits, timed(0.5, b"12", 0.04, b"3"), answer_s=0.47)
+    await asyncio.sleep(100)
+    assert asyncio.all_tasks() == before
 
 
-def test_a_slow_body_leaves_the_answer_its_whole_time(play: Any) -> None:
-    async def run() -> None:
-        asked = timed(2.0, b"12", 1.5, b"3")
-        with limits_of().request(asked) as served:
-            assert served is record_of(asked)
-            assert served.deadline == 2.0
-            await limits_of().read(asked, 99)
-            assert served.deadline == 3.5, "which the scheduler reads too"
-
-    play(run())
+async def test_a_slow_body_leaves_the_answer_its_whole_time() -> None:
+    asked = timed(2.0, b"12", 1.5, b"3")
+    with limits_of().request(asked) as served:
+        assert served is record_of(asked)
+        assert served.deadline == 2.0
+        await limits_of().read(asked, 99)
+        assert served.deadline == 3.5, "which the scheduler reads too"
 
 
-def test_a_request_that_waited_before_has_less_time(play: Any) -> None:
-    async def run() -> None:
-        asked, late = timed(2.0, b"1"), timed(2.0, b"1")
-        await asyncio.sleep(1.5)
-        with pytest.raises(DeadlineExceeded):
-            await read(limits_of(), asked, answer_s=0.6)
-        await asyncio.sleep(5)
-        with pytest.raises(DeadlineExceeded):
-            await read(limits_of(), late, answer_s=0.1)
-
-    play(run())
+async def test_a_request_that_waited_before_has_less_time() -> None:
+    asked, late = timed(2.0, b"1"), timed(2.0, b"1")
+    await asyncio.sleep(1.5)
+    with pytest.raises(DeadlineExceeded):
+        await read(limits_of(), asked, answer_s=0.6)
+    await asyncio.sleep(5)
+    with pytest.raises(DeadlineExceeded):
+        await read(limits_of(), late, answer_s=0.1)
 
 
-def test_the_terms_that_a_request_states(play: Any) -> None:
-    async def run() -> None:
-        with refused("invalid_value", 1, 300000):
-            await read(limits_of(), request(x_request_timeout_ms="300001"))
-        with refused("invalid_value"):
-            await read(limits_of(), request(x_request_class="slow"))
-
-    play(run())
+async def test_the_terms_that_a_request_states() -> None:
+    with refused("invalid_value", 1, 300000):
+        await read(limits_of(), request(x_request_timeout_ms="300001"))
+    with refused("invalid_value"):
+        await read(limits_of(), request(x_request_class="slow"))
 
 
 @pytest.mark.parametrize(
@@ -202,334 +178,283 @@ def test_the_terms_that_a_request_states(play: Any) -> None:
         ((b"1", 2.0, b"2", "leaves"), "closed its connection"),
     ],
 )
-def test_a_client_that_leaves_while_its_body_arrives(
-    play: Any, parts: tuple[bytes | float | str, ...], message: str
+async def test_a_client_that_leaves_while_its_body_arrives(
+    parts: tuple[bytes | float | str, ...], message: str
 ) -> None:
-    async def run() -> None:
-        asked = request(*parts)
-        with refused("client_closed"), limits_of().request(asked):
-            await limits_of().read(asked, 99)
-            await asked.receive()
-            await asyncio.sleep(20)
-
-    play(run())
+    asked = request(*parts)
+    with refused("client_closed"), limits_of().request(asked):
+        await limits_of().read(asked, 99)
+        await asked.receive()
+        await asyncio.sleep(20)
 
 
-def test_a_client_that_leaves_ends_its_request_alone(play: Any) -> None:
-    async def run() -> None:
-        limits = limits_of()
-        first, second = request(b"1"), request(b"1")
-        tasks = [asyncio.create_task(read(limits, asked, answer_s=20)) for asked in (first, second)]
-        await asyncio.sleep(5)
-        began = LOOP_CLOCK.monotonic()
-        record_of(first).connection.leave()
-        with refused("client_closed"):
-            await tasks[0]
-        assert LOOP_CLOCK.monotonic() == began
-        assert await tasks[1] == b"1"
-
-    play(run())
+async def test_a_client_that_leaves_ends_its_request_alone() -> None:
+    limits = limits_of()
+    first, second = request(b"1"), request(b"1")
+    tasks = [asyncio.create_task(read(limits, asked, answer_s=20)) for asked in (first, second)]
+    await asyncio.sleep(5)
+    began = LOOP_CLOCK.monotonic()
+    record_of(first).connection.leave()
+    with refused("client_closed"):
+        await tasks[0]
+    assert LOOP_CLOCK.monotonic() == began
+    assert await tasks[1] == b"1"
 
 
-def test_a_client_that_has_left_gets_no_work(play: Any) -> None:
-    async def run() -> None:
-        asked = request(b"1")
-        record_of(asked).connection.leave()
-        with pytest.raises(ClientGone), limits_of().request(asked):
-            raise AssertionError("it has begun")
-
-    play(run())
+async def test_a_client_that_has_left_gets_no_work() -> None:
+    asked = request(b"1")
+    record_of(asked).connection.leave()
+    with pytest.raises(ClientGone), limits_of().request(asked):
+        raise AssertionError("it has begun")
 
 
-def test_a_client_may_leave_when_its_request_has_ended(play: Any) -> None:
+async def test_a_client_may_leave_when_its_request_has_ended() -> None:
     """The task goes on, and may have begun the next request of the connection."""
 
-    async def run() -> None:
-        asked = request(b"1")
-        connection = record_of(asked).connection
-        with limits_of().request(asked):
-            on_lost = connection.on_lost
-        assert connection.on_lost is None
-        on_lost()
-        await asyncio.sleep(100)
-        with pytest.raises(ValueError, match="mine"), limits_of().request(request(b"1")):
-            raise ValueError("mine")
-        with pytest.raises(InvalidRequest):
-            await read(limits_of(), request(x_request_timeout_ms="0"))
-        await asyncio.sleep(100)
-
-    play(run())
+    asked = request(b"1")
+    connection = record_of(asked).connection
+    with limits_of().request(asked):
+        on_lost = connection.on_lost
+    assert connection.on_lost is None
+    on_lost()
+    await asyncio.sleep(100)
+    with pytest.raises(ValueError, match="mine"), limits_of().request(request(b"1")):
+        raise ValueError("mine")
+    with pytest.raises(InvalidRequest):
+        await read(limits_of(), request(x_request_timeout_ms="0"))
+    await asyncio.sleep(100)
 
 
-def test_a_request_without_a_connection_has_limits_too(play: Any) -> None:
-    async def run() -> None:
-        asked = timed(1.0, b"1")
-        record_of(asked).connection = None
-        with pytest.raises(DeadlineExceeded):
-            await read(limits_of(), asked, answer_s=2)
-
-    play(run())
+async def test_a_request_without_a_connection_has_limits_too() -> None:
+    asked = timed(1.0, b"1")
+    record_of(asked).connection = None
+    with pytest.raises(DeadlineExceeded):
+        await read(limits_of(), asked, answer_s=2)
 
 
 @pytest.mark.parametrize("ends", ["late", "leaves", "in time"])
-def test_a_task_that_is_cancelled_stays_cancelled(play: Any, ends: str) -> None:
+async def test_a_task_that_is_cancelled_stays_cancelled(ends: str) -> None:
     """As at the end of the server, also if the request ends at the same time."""
 
-    async def run() -> None:
-        asked, after = timed(1.0, b"1"), []
+    asked, after = timed(1.0, b"1"), []
 
-        async def answer() -> None:
-            try:
-                await read(limits_of(), asked, answer_s=20)
-            except ServiceError:
-                await asyncio.sleep(0)
-                after.append("answered")
+    async def answer() -> None:
+        try:
+            await read(limits_of(), asked, answer_s=20)
+        except ServiceError:
+            await asyncio.sleep(0)
+            after.append("answered")
 
-        task = asyncio.create_task(answer())
-        await asyncio.sleep(0.5)
-        if ends == "late":
-            asyncio.get_running_loop().call_at(1.0, task.cancel)
-        else:
-            task.cancel()
-        if ends == "leaves":
-            record_of(asked).connection.leave()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert not after
-        assert record_of(asked).connection.on_lost is None
-
-    play(run())
+    task = asyncio.create_task(answer())
+    await asyncio.sleep(0.5)
+    if ends == "late":
+        asyncio.get_running_loop().call_at(1.0, task.cancel)
+    else:
+        task.cancel()
+    if ends == "leaves":
+        record_of(asked).connection.leave()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not after
+    assert record_of(asked).connection.on_lost is None
 
 
 # ---- memory ------------------------------------------------------------------------------------
 
 
-def test_what_a_body_holds(play: Any) -> None:
-    async def run() -> None:
-        limits = limits_of(bodies=4 * LARGE)
+async def test_what_a_body_holds() -> None:
+    limits = limits_of(bodies=4 * LARGE)
 
-        async def held_by(*parts: bytes | float | str, least: int) -> None:
-            asked = request(*parts, content_length=str(2 * LARGE))
-            with limits.request(asked):
-                await limits.read(asked, 10**6)
-                assert await has_room(limits.bodies, 4 * LARGE - least)
-                assert not await has_room(limits.bodies, 4 * LARGE - least + 1)
-            assert await has_room(limits.bodies, 4 * LARGE)
+    async def held_by(*parts: bytes | float | str, least: int) -> None:
+        asked = request(*parts, content_length=str(2 * LARGE))
+        with limits.request(asked):
+            await limits.read(asked, 10**6)
+            assert await has_room(limits.bodies, 4 * LARGE - least)
+            assert not await has_room(limits.bodies, 4 * LARGE - least + 1)
+        assert await has_room(limits.bodies, 4 * LARGE)
 
-        await held_by(bytes(SMALL_BYTES), least=0)
-        await held_by(bytes(SMALL_BYTES), b"1", least=SMALL_BYTES + 1)
-        await held_by(bytes(LARGE), 1.0, bytes(LARGE), least=2 * LARGE)
-
-    play(run())
+    await held_by(bytes(SMALL_BYTES), least=0)
+    await held_by(bytes(SMALL_BYTES), b"1", least=SMALL_BYTES + 1)
+    await held_by(bytes(LARGE), 1.0, bytes(LARGE), least=2 * LARGE)
 
 
-def test_a_body_holds_what_has_arrived_and_not_what_is_announced(play: Any) -> None:
-    async def run() -> None:
-        limits = limits_of(bodies=4 * LARGE)
-        asked = request(bytes(SMALL_BYTES + 1), 5.0, bytes(LARGE), content_length=str(2 * LARGE))
-        task = asyncio.create_task(read(limits, asked))
-        await asyncio.sleep(4)
-        assert await has_room(limits.bodies, 4 * LARGE - SMALL_BYTES - 1)
-        await task
-
-    play(run())
+async def test_a_body_holds_what_has_arrived_and_not_what_is_announced() -> None:
+    limits = limits_of(bodies=4 * LARGE)
+    asked = request(bytes(SMALL_BYTES + 1), 5.0, bytes(LARGE), content_length=str(2 * LARGE))
+    task = asyncio.create_task(read(limits, asked))
+    await asyncio.sleep(4)
+    assert await has_room(limits.bodies, 4 * LARGE - SMALL_BYTES - 1)
+    await task
 
 
 @pytest.mark.parametrize("end", ["is late", "leaves", "is cancelled", "is refused"])
-def test_however_a_request_ends_it_holds_nothing(play: Any, end: str) -> None:
-    async def run() -> None:
-        limits = limits_of(bodies=2 * LARGE, longest_s=10.0)
-        parts = [bytes(LARGE), 1.0, bytes(LARGE if end == "is refused" else 9)]
-        asked = timed(20.0, *parts)
-        other = request(bytes(LARGE))
-        tasks = [asyncio.create_task(read(limits, each, answer_s=60)) for each in (other, asked)]
-        await asyncio.sleep(2)
-        if end == "leaves":
-            record_of(asked).connection.leave()
-        if end == "is cancelled":
-            tasks[1].cancel()
-        await asyncio.wait(tasks)
-        assert tasks[1].cancelled() == (end == "is cancelled")
-        for _ in range(2):
-            assert await read(limits, request(bytes(2 * LARGE), client="b")) == bytes(2 * LARGE)
-        assert await has_room(limits.bodies, 2 * LARGE)
-
-    play(run())
-
-
-def test_a_body_that_waits_for_memory(play: Any) -> None:
-    async def run() -> None:
-        limits = limits_of(bodies=2 * LARGE, longest_s=15.0)
-        other = Hold("a")
-        await limits.bodies.grow(other, LARGE, 1.0)
-        task = asyncio.create_task(read(limits, request(bytes(LARGE))))
-        await asyncio.sleep(10)
-        assert not task.done()
-        limits.bodies.release(other)
-        assert len(await task) == LARGE
-        await limits.bodies.grow(other, LARGE, 1.0)
-        with pytest.raises(Overloaded) as caught:
-            await read(limits, request(bytes(LARGE)))
-        assert caught.value.reason is Rejection.MEMORY
-        task = asyncio.create_task(read(limits, asked := request(bytes(LARGE))))
-        await asyncio.sleep(10)
+async def test_however_a_request_ends_it_holds_nothing(end: str) -> None:
+    limits = limits_of(bodies=2 * LARGE, longest_s=10.0)
+    parts = [bytes(LARGE), 1.0, bytes(LARGE if end == "is refused" else 9)]
+    asked = timed(20.0, *parts)
+    other = request(bytes(LARGE))
+    tasks = [asyncio.create_task(read(limits, each, answer_s=60)) for each in (other, asked)]
+    await asyncio.sleep(2)
+    if end == "leaves":
         record_of(asked).connection.leave()
-        with pytest.raises(ClientGone):
-            await task
-        with pytest.raises((SlowRequest, Overloaded)):
-            await read(limits, timed(2.0, bytes(LARGE)))
-
-    play(run())
-
-
-def test_three_large_answers_are_written_at_once(play: Any) -> None:
-    async def run() -> None:
-        limits, begun = limits_of(), list[str]()
-
-        async def answer(name: str, asked: Request, seconds: float) -> None:
-            with limits.request(asked) as served:
-                await limits.begin_answer(served)
-                begun.append(name)
-                await asyncio.sleep(seconds)
-
-        first = [asyncio.create_task(answer(name, request(client=name), 10)) for name in "abc"]
-        late, gone = timed(5.0), request(client="gone")
-        waiting = [
-            asyncio.create_task(answer("late", late, 0)),
-            asyncio.create_task(answer("gone", gone, 0)),
-            asyncio.create_task(answer("cancelled", request(client="cancelled"), 0)),
-            asyncio.create_task(answer("last", request(client="last"), 0)),
-        ]
-        await asyncio.sleep(1)
-        assert begun == ["a", "b", "c"]
-        record_of(gone).connection.leave()
-        waiting[2].cancel()
-        await asyncio.sleep(7)
-        assert [task.done() for task in waiting] == [True, True, True, False]
-        assert isinstance(waiting[0].exception(), (ServiceError))
-        assert isinstance(waiting[1].exception(), ClientGone)
-        assert waiting[2].cancelled()
-        first[0].cancel()
-        await waiting[3]
-        await asyncio.wait(first)
-        begun.clear()
-        again = [asyncio.create_task(answer(name, request(client=name), 1)) for name in "abcd"]
-        await asyncio.sleep(0.5)
-        assert begun == ["a", "b", "c"], "three turns are left, no more and no fewer"
-        await asyncio.wait(again)
-        begun.clear()
-        again = [asyncio.create_task(answer(c, request(client=c), 1)) for c in "aaab"]
-        await asyncio.sleep(0.5)
-        assert begun == ["a", "a", "b"], "two turns are those of one client at most"
-        await asyncio.wait(again)
-
-    play(run())
+    if end == "is cancelled":
+        tasks[1].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert tasks[1].cancelled() == (end == "is cancelled")
+    for _ in range(2):
+        assert await read(limits, request(bytes(2 * LARGE), client="b")) == bytes(2 * LARGE)
+    assert await has_room(limits.bodies, 2 * LARGE)
 
 
-def test_a_turn_that_comes_as_the_request_ends_is_given_on(play: Any) -> None:
-    async def run() -> None:
-        limits = limits_of()
+async def test_a_body_that_waits_for_memory() -> None:
+    limits = limits_of(bodies=2 * LARGE, longest_s=15.0)
+    other = Hold("a")
+    await limits.bodies.grow(other, LARGE, 1.0)
+    task = asyncio.create_task(read(limits, request(bytes(LARGE))))
+    await asyncio.sleep(10)
+    assert not task.done()
+    limits.bodies.release(other)
+    assert len(await task) == LARGE
+    await limits.bodies.grow(other, LARGE, 1.0)
+    with pytest.raises(Overloaded) as caught:
+        await read(limits, request(bytes(LARGE)))
+    assert caught.value.reason is Rejection.MEMORY
+    task = asyncio.create_task(read(limits, asked := request(bytes(LARGE))))
+    await asyncio.sleep(10)
+    record_of(asked).connection.leave()
+    with pytest.raises(ClientGone):
+        await task
+    with pytest.raises((SlowRequest, Overloaded)):
+        await read(limits, timed(2.0, bytes(LARGE)))
 
-        async def answer(asked: Request) -> None:
-            with limits.request(asked) as served:
-                await limits.begin_answer(served)
-                await asyncio.sleep(1)
 
-        for ends in ("leaves", "cancelled"):
-            tasks = [asyncio.create_task(answer(request(client=name))) for name in "abc"]
-            last = asyncio.create_task(answer(asked := request(client="last")))
-            await asyncio.sleep(0.5)
-            tasks[0].cancel()
-            await asyncio.sleep(0)  # so the last one has its turn, but has not run
-            if ends == "leaves":
-                record_of(asked).connection.leave()
-            else:
-                last.cancel()
-            await asyncio.wait([last, *tasks])
+async def test_three_large_answers_are_written_at_once() -> None:
+    limits, begun = limits_of(), list[str]()
+
+    async def answer(name: str, asked: Request, seconds: float) -> None:
+        with limits.request(asked) as served:
+            await limits.begin_answer(served)
+            begun.append(name)
+            await asyncio.sleep(seconds)
+
+    first = [asyncio.create_task(answer(name, request(client=name), 10)) for name in "abc"]
+    late, gone = timed(5.0), request(client="gone")
+    waiting = [
+        asyncio.create_task(answer("late", late, 0)),
+        asyncio.create_task(answer("gone", gone, 0)),
+        asyncio.create_task(answer("cancelled", request(client="cancelled"), 0)),
+        asyncio.create_task(answer("last", request(client="last"), 0)),
+    ]
+    await asyncio.sleep(1)
+    assert begun == ["a", "b", "c"]
+    record_of(gone).connection.leave()
+    waiting[2].cancel()
+    await asyncio.sleep(7)
+    assert [task.done() for task in waiting] == [True, True, True, False]
+    assert isinstance(waiting[0].exception(), (ServiceError))
+    assert isinstance(waiting[1].exception(), ClientGone)
+    assert waiting[2].cancelled()
+    first[0].cancel()
+    await waiting[3]
+    await asyncio.wait(first)
+    begun.clear()
+    again = [asyncio.create_task(answer(name, request(client=name), 1)) for name in "abcd"]
+    await asyncio.sleep(0.5)
+    assert begun == ["a", "b", "c"], "three turns are left, no more and no fewer"
+    await asyncio.wait(again)
+    begun.clear()
+    again = [asyncio.create_task(answer(c, request(client=c), 1)) for c in "aaab"]
+    await asyncio.sleep(0.5)
+    assert begun == ["a", "a", "b"], "two turns are those of one client at most"
+    await asyncio.wait(again)
+
+
+async def test_a_turn_that_comes_as_the_request_ends_is_given_on() -> None:
+    limits = limits_of()
+
+    async def answer(asked: Request) -> None:
+        with limits.request(asked) as served:
+            await limits.begin_answer(served)
+            await asyncio.sleep(1)
+
+    for ends in ("leaves", "cancelled"):
         tasks = [asyncio.create_task(answer(request(client=name))) for name in "abc"]
-        await asyncio.wait_for(asyncio.gather(*tasks), 1.5)
+        last = asyncio.create_task(answer(asked := request(client="last")))
+        await asyncio.sleep(0.5)
+        tasks[0].cancel()
+        await asyncio.sleep(0)  # so the last one has its turn, but has not run
+        if ends == "leaves":
+            record_of(asked).connection.leave()
+        else:
+            last.cancel()
+        await asyncio.gather(last, *tasks, return_exceptions=True)
+    tasks = [asyncio.create_task(answer(request(client=name))) for name in "abc"]
+    await asyncio.wait_for(asyncio.gather(*tasks), 1.5)
 
-    play(run())
 
-
-def test_large_answers_wait_for_room_and_hold_it_until_they_are_sent(play: Any) -> None:
-    async def run() -> None:
-        limits = limits_of(answers=2 * LARGE)
-        first, second = (record_of(request()) for _ in range(2))
-        await limits.hold_answer(first, LARGE)
-        waiting = asyncio.create_task(limits.hold_answer(second, LARGE))
-        await asyncio.sleep(1)
-        assert not waiting.done()
-        limits.sent(first)
-        await waiting
-        limits.sent(second)
-        await limits.hold_answer(second, 9 * LARGE)
-        limits.sent(second)
-        assert await has_room(limits.answers, 2 * LARGE)
-
-    play(run())
+async def test_large_answers_wait_for_room_and_hold_it_until_they_are_sent() -> None:
+    limits = limits_of(answers=2 * LARGE)
+    first, second = (record_of(request()) for _ in range(2))
+    await limits.hold_answer(first, LARGE)
+    waiting = asyncio.create_task(limits.hold_answer(second, LARGE))
+    await asyncio.sleep(1)
+    assert not waiting.done()
+    limits.sent(first)
+    await waiting
+    limits.sent(second)
+    await limits.hold_answer(second, 9 * LARGE)
+    limits.sent(second)
+    assert await has_room(limits.answers, 2 * LARGE)
 
 
 # ---- bodies ------------------------------------------------------------------------------------
 
 
-def test_a_body_of_several_parts(play: Any) -> None:
-    async def run() -> None:
-        assert await read(limits_of(), request(b"12", b"3", b"")) == b"123"
-        assert await read(limits_of(), request(b"")) == b""
-        assert await read(limits_of(), request(b"123"), limit=3) == b"123"
-        asked = request(b"1", content_encoding=" Identity ")
-        assert await read(limits_of(), asked) == b"1"
-        assert record_of(asked).body_bytes == 1
-
-    play(run())
+async def test_a_body_of_several_parts() -> None:
+    assert await read(limits_of(), request(b"12", b"3", b"")) == b"123"
+    assert await read(limits_of(), request(b"")) == b""
+    assert await read(limits_of(), request(b"123"), limit=3) == b"123"
+    asked = request(b"1", content_encoding=" Identity ")
+    assert await read(limits_of(), asked) == b"1"
+    assert record_of(asked).body_bytes == 1
 
 
-def test_bodies_that_are_too_large(play: Any) -> None:
-    async def run() -> None:
-        asked = request(b"1234", content_length="4")
-        with refused("body_too_large", 4, 3):
-            await read(limits_of(), asked, limit=3)
-        assert sender_of(asked).parts == [b"1234"], "it is refused before it arrives"
-        parts = [b"12"] * 20
-        asked = request(*parts)
-        with refused("body_too_large", 26, 3):
-            await read(limits_of(), asked, limit=3)
-        assert len(sender_of(asked).parts) == 7, "eight times the limit is discarded"
-        with refused("body_too_large", 4):
-            await read(limits_of(), request(b"12", b"34"), limit=3)
-        assert await read(limits_of(), request(b"123", content_length="3"), limit=3) == b"123"
-
-    play(run())
+async def test_bodies_that_are_too_large() -> None:
+    asked = request(b"1234", content_length="4")
+    with refused("body_too_large", 4, 3):
+        await read(limits_of(), asked, limit=3)
+    assert sender_of(asked).parts == [b"1234"], "it is refused before it arrives"
+    parts = [b"12"] * 20
+    asked = request(*parts)
+    with refused("body_too_large", 26, 3):
+        await read(limits_of(), asked, limit=3)
+    assert len(sender_of(asked).parts) == 7, "eight times the limit is discarded"
+    with refused("body_too_large", 4):
+        await read(limits_of(), request(b"12", b"34"), limit=3)
+    assert await read(limits_of(), request(b"123", content_length="3"), limit=3) == b"123"
 
 
-def test_a_body_that_is_too_large_holds_nothing(play: Any) -> None:
-    async def run() -> None:
-        limits = limits_of(bodies=10 * LARGE)
-        part = bytes(LARGE)
-        references = sys.getrefcount(part)
-        asked = request(part, bytes(LARGE), 3.0, b"1")
-        task = asyncio.create_task(read(limits, asked, limit=LARGE))
-        await asyncio.sleep(1)
-        assert await has_room(limits.bodies, 10 * LARGE)
-        assert sys.getrefcount(part) == references, "its parts are let go"
-        with pytest.raises(RequestTooLarge):
-            await task
-
-    play(run())
+async def test_a_body_that_is_too_large_holds_nothing() -> None:
+    limits = limits_of(bodies=10 * LARGE)
+    part = bytes(LARGE)
+    references = sys.getrefcount(part)
+    asked = request(part, bytes(LARGE), 3.0, b"1")
+    task = asyncio.create_task(read(limits, asked, limit=LARGE))
+    await asyncio.sleep(1)
+    assert await has_room(limits.bodies, 10 * LARGE)
+    assert sys.getrefcount(part) == references, "its parts are let go"
+    with pytest.raises(RequestTooLarge):
+        await task
 
 
 @pytest.mark.parametrize("encoding", ["br", "gzip, gzip", "x" * 99, "d\xe9flate"])
-def test_other_encodings(play: Any, encoding: str) -> None:
-    async def run() -> None:
-        asked = request(b"1")
-        record_of(asked).first = {b"content-encoding": encoding.encode("latin-1")}
-        with pytest.raises(UnsupportedEncoding) as caught:
-            await read(limits_of(), asked)
-        shown = ascii(encoding)[:60]
-        assert str(caught.value) == (f"the body's Content-Encoding is {shown}; send gzip, or none")
-
-    play(run())
+async def test_other_encodings(encoding: str) -> None:
+    asked = request(b"1")
+    record_of(asked).first = {b"content-encoding": encoding.encode("latin-1")}
+    with pytest.raises(UnsupportedEncoding) as caught:
+        await read(limits_of(), asked)
+    shown = ascii(encoding)[:60]
+    assert str(caught.value) == (f"the body's Content-Encoding is {shown}; send gzip, or none")
 
 
 # ---- threads -----------------------------------------------------------------------------------

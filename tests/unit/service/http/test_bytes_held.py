@@ -2,22 +2,18 @@
 
 import asyncio
 import random
-from collections.abc import Coroutine
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloze.service.errors import Overloaded, Rejection
-from cloze.service.http.bytes_held import SMALL_BYTES, ByteBudget, Hold
+from cloze.service.http.bytes_held import ByteBudget, Hold
 from tests.support.leaping_loop import run_leaping
 
+pytestmark = pytest.mark.anyio
+
 LONG_S = 1000.0
-
-
-def play(main: Coroutine[Any, Any, None]) -> None:
-    run_leaping(main)
 
 
 async def settle() -> None:
@@ -43,145 +39,117 @@ async def asking(budget: ByteBudget, client: str, size: int) -> asyncio.Task[Hol
     return task
 
 
-def test_bytes_are_released_as_they_were_got() -> None:
-    async def run() -> None:
-        budget = ByteBudget("bodies", 100)
-        first, second = await held(budget, "a", 40), await held(budget, "b", 30)
-        await budget.grow(first, 30, LONG_S)
-        assert first.size == 40, "it has them already"
-        await budget.grow(first, 50, LONG_S)
-        waiting = await asking(budget, "c", 40)
-        assert not waiting.done()
-        budget.shrink(second, 10)
-        assert (await waiting).size == 40
-        budget.shrink(second, 20)
-        assert second.size == 10, "a hold never grows by `shrink`"
-        for hold in (first, second, waiting.result()):
-            budget.release(hold)
-            budget.release(hold)
-            assert hold.size == 0
-        for client in "abcd":
-            assert (await held(budget, client, 25)).size == 25, "all of it is free again"
-
-    play(run())
+async def test_bytes_are_released_as_they_were_got() -> None:
+    budget = ByteBudget("bodies", 100)
+    first, second = await held(budget, "a", 40), await held(budget, "b", 30)
+    await budget.grow(first, 30, LONG_S)
+    assert first.size == 40, "it has them already"
+    await budget.grow(first, 50, LONG_S)
+    waiting = await asking(budget, "c", 40)
+    assert not waiting.done()
+    budget.shrink(second, 10)
+    assert (await waiting).size == 40
+    budget.shrink(second, 20)
+    assert second.size == 10, "a hold never grows by `shrink`"
+    for hold in (first, second, waiting.result()):
+        budget.release(hold)
+        budget.release(hold)
+        assert hold.size == 0
+    for client in "abcd":
+        assert (await held(budget, client, 25)).size == 25, "all of it is free again"
 
 
-def test_a_client_gets_half_and_another_gets_the_rest() -> None:
-    async def run() -> None:
-        budget = ByteBudget("bodies", 200)
-        own = [await held(budget, "a", 60), await held(budget, "a", 40)]
-        more = await asking(budget, "a", 1)
-        assert not more.done()
-        assert (await held(budget, "b", 100)).size == 100, "the wait of another does not matter"
-        budget.release(own[1])
-        assert (await more).size == 1
-
-    play(run())
+async def test_a_client_gets_half_and_another_gets_the_rest() -> None:
+    budget = ByteBudget("bodies", 200)
+    own = [await held(budget, "a", 60), await held(budget, "a", 40)]
+    more = await asking(budget, "a", 1)
+    assert not more.done()
+    assert (await held(budget, "b", 100)).size == 100, "the wait of another does not matter"
+    budget.release(own[1])
+    assert (await more).size == 1
 
 
 @pytest.mark.parametrize("most", [200, 201])
-def test_the_first_body_of_a_client_may_pass_its_half(most: int) -> None:
-    async def run() -> None:
-        budget = ByteBudget("bodies", most)
-        assert (await held(budget, "a", 150)).size == 150
-        assert not (await asking(budget, "a", 1)).done()
-        other = ByteBudget("bodies", most)
-        half = await held(other, "a", most - most // 2)
-        assert not (await asking(other, "a", 1)).done(), "an odd byte belongs to the half"
-        assert half.size >= most / 2
-
-    play(run())
+async def test_the_first_body_of_a_client_may_pass_its_half(most: int) -> None:
+    budget = ByteBudget("bodies", most)
+    assert (await held(budget, "a", 150)).size == 150
+    assert not (await asking(budget, "a", 1)).done()
+    other = ByteBudget("bodies", most)
+    half = await held(other, "a", most - most // 2)
+    assert not (await asking(other, "a", 1)).done(), "an odd byte belongs to the half"
+    assert half.size >= most / 2
 
 
-def test_the_first_hold_of_all_may_pass_the_limit() -> None:
-    async def run() -> None:
-        budget = ByteBudget("bodies", 100)
-        first, second = await held(budget, "a", 50), await held(budget, "b", 50)
-        growing = asyncio.create_task(budget.grow(second, 80, LONG_S))
-        await settle()
-        assert not growing.done()
-        await budget.grow(first, 90, LONG_S)
-        assert (first.size, second.size) == (90, 50)
-        budget.release(first)
-        await growing
-        assert second.size == 80
-
-    play(run())
+async def test_the_first_hold_of_all_may_pass_the_limit() -> None:
+    budget = ByteBudget("bodies", 100)
+    first, second = await held(budget, "a", 50), await held(budget, "b", 50)
+    growing = asyncio.create_task(budget.grow(second, 80, LONG_S))
+    await settle()
+    assert not growing.done()
+    await budget.grow(first, 90, LONG_S)
+    assert (first.size, second.size) == (90, 50)
+    budget.release(first)
+    await growing
+    assert second.size == 80
 
 
-def test_holds_that_wait_come_in_the_order_of_their_arrival() -> None:
-    async def run() -> None:
-        budget = ByteBudget("bodies", 100)
-        first, second = await held(budget, "a", 40), await held(budget, "b", 40)
-        large, small = await asking(budget, "c", 45), await asking(budget, "d", 20)
-        third = await asking(budget, "e", 20)
-        assert not small.done(), "it would fit, but came later"
-        budget.release(second)
-        await settle()
-        assert (large.done(), small.done(), third.done()) == (True, False, False)
-        budget.release(first)
-        await settle()
-        assert (small.done(), third.done()) == (True, True)
-
-    play(run())
+async def test_holds_that_wait_come_in_the_order_of_their_arrival() -> None:
+    budget = ByteBudget("bodies", 100)
+    first, second = await held(budget, "a", 40), await held(budget, "b", 40)
+    large, small = await asking(budget, "c", 45), await asking(budget, "d", 20)
+    third = await asking(budget, "e", 20)
+    assert not small.done(), "it would fit, but came later"
+    budget.release(second)
+    await settle()
+    assert (large.done(), small.done(), third.done()) == (True, False, False)
+    budget.release(first)
+    await settle()
+    assert (small.done(), third.done()) == (True, True)
 
 
-def test_who_gives_up_does_not_stand_in_the_way() -> None:
-    async def run() -> None:
-        budget = ByteBudget("bodies", 100)
-        await held(budget, "a", 40)
-        await held(budget, "b", 40)
-        large, small = await asking(budget, "c", 45), await asking(budget, "d", 20)
-        large.cancel()
-        await settle()
-        assert small.done()
-        assert (await small).size == 20
-
-    play(run())
+async def test_who_gives_up_does_not_stand_in_the_way() -> None:
+    budget = ByteBudget("bodies", 100)
+    await held(budget, "a", 40)
+    await held(budget, "b", 40)
+    large, small = await asking(budget, "c", 45), await asking(budget, "d", 20)
+    large.cancel()
+    await settle()
+    assert small.done()
+    assert (await small).size == 20
 
 
-def test_bytes_that_were_got_while_their_request_ended_are_released() -> None:
-    async def run() -> None:
-        budget = ByteBudget("bodies", 100)
-        first = await held(budget, "a", 90)
-        gone = await asking(budget, "b", 40)
-        budget.release(first)  # so it has the bytes, but has not run since
-        gone.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await gone
-        assert (await held(budget, "c", 50)).size == 50
-        assert (await held(budget, "d", 50)).size == 50
-
-    play(run())
+async def test_bytes_that_were_got_while_their_request_ended_are_released() -> None:
+    budget = ByteBudget("bodies", 100)
+    first = await held(budget, "a", 90)
+    gone = await asking(budget, "b", 40)
+    budget.release(first)  # so it has the bytes, but has not run since
+    gone.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    assert (await held(budget, "c", 50)).size == 50
+    assert (await held(budget, "d", 50)).size == 50
 
 
 @pytest.mark.parametrize(("longest_s", "left_s", "waits_s"), [(0, 7, 7), (2, 7, 2), (9, 7, 7)])
-def test_the_longest_wait(longest_s: float, left_s: float, waits_s: float) -> None:
-    async def run() -> None:
-        budget, loop = ByteBudget("bodies", 100, longest_s), asyncio.get_running_loop()
-        first = await held(budget, "a", 40)
-        await held(budget, "b", 50)
-        began = loop.time()
-        with pytest.raises(Overloaded) as refused:
-            await held(budget, "a", 30, left_s)
-        assert loop.time() - began == pytest.approx(waits_s)
-        assert str(refused.value) == (
-            "the bodies of this client hold 40 bytes; with 30 more they would pass its share of 50"
-        )
-        assert (refused.value.reason, refused.value.retry_after_s) == (Rejection.MEMORY, 1)
-        with pytest.raises(Overloaded) as refused:
-            await held(budget, "c", 20, left_s)
-        assert str(refused.value) == (
-            "the bodies of all clients hold 90 bytes; with 20 more they would pass the limit of 100"
-        )
-        budget.release(first)
-        assert (await held(budget, "c", 50)).size == 50
-
-    play(run())
-
-
-def test_small_bodies_are_those_that_connections_bound() -> None:
-    assert SMALL_BYTES == 65_536
+async def test_the_longest_wait(longest_s: float, left_s: float, waits_s: float) -> None:
+    budget, loop = ByteBudget("bodies", 100, longest_s), asyncio.get_running_loop()
+    first = await held(budget, "a", 40)
+    await held(budget, "b", 50)
+    began = loop.time()
+    with pytest.raises(Overloaded) as refused:
+        await held(budget, "a", 30, left_s)
+    assert loop.time() - began == pytest.approx(waits_s)
+    assert str(refused.value) == (
+        "the bodies of this client hold 40 bytes; with 30 more they would pass its share of 50"
+    )
+    assert (refused.value.reason, refused.value.retry_after_s) == (Rejection.MEMORY, 1)
+    with pytest.raises(Overloaded) as refused:
+        await held(budget, "c", 20, left_s)
+    assert str(refused.value) == (
+        "the bodies of all clients hold 90 bytes; with 20 more they would pass the limit of 100"
+    )
+    budget.release(first)
+    assert (await held(budget, "c", 50)).size == 50
 
 
 # ---- half-sent bodies ----------------------------------------------------------------------------
@@ -256,14 +224,12 @@ def test_half_sent_bodies_never_wait_for_each_other_for_ever(
         assert not any(hold.size for hold in holds)
         assert len(await asyncio.gather(*(held(budget, c, 25) for c in "wxyz"))) == 4
 
-    play(run())
+    run_leaping(run())
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 60)), min_size=1, max_size=20))
 @settings(max_examples=200, deadline=None)
-def test_a_client_has_no_more_than_half_while_another_waits(
-    asked: list[tuple[str, int]],
-) -> None:
+def test_a_client_has_no_more_than_half_while_another_waits(asked: list[tuple[str, int]]) -> None:
     """Unless one body alone is larger than that, which may always arrive."""
 
     async def run() -> None:
@@ -283,4 +249,4 @@ def test_a_client_has_no_more_than_half_while_another_waits(
             del own[task]
             await settle()
 
-    play(run())
+    run_leaping(run())

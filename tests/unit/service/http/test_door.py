@@ -1,7 +1,6 @@
 """Which requests the door refuses before their bodies, what it says, and which ones start first."""
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +20,14 @@ from cloze.service.http.record import Access, Callers, Paths
 from cloze.service.http.returns import Returns
 from cloze.service.http.routes import RECORD, GateModel, Route, RouteDoc
 from cloze.service.http.routing import create_app
-from tests.support.leaping_loop import LeapingLoop
 from tests.support.records import Open, pairs, scope_of
 from tests.support.virtual_time import LOOP_CLOCK, VirtualClock
+
+pytestmark = pytest.mark.anyio
 
 OPEN = Access(needs_keys=False, open_routes=frozenset(), permissions=(), hosts=frozenset())
 CLOSED = Access(needs_keys=True, open_routes=frozenset(), permissions=(), hosts=frozenset())
 CALLERS = Callers(max_timeout_s=60.0, clock=LOOP_CLOCK)
-
-
-@pytest.fixture
-def play() -> Iterator[Any]:
-    """Return a function that runs a coroutine; the clock leaps to the next timer."""
-    with asyncio.Runner(loop_factory=LeapingLoop) as runner:
-        yield runner.run
 
 
 class Waiting:
@@ -120,57 +113,46 @@ class Gated:
 # ---- the gate ------------------------------------------------------------------------------------
 
 
-def test_a_queue_is_asked_once_for_a_base_and_its_adapters(play: Any) -> None:
-    async def run() -> None:
-        base, adapter, other = Waiting(3.0), Waiting(3.0), Waiting(3.0)
-        folder = Path("base")
-        models = [GateModel("m@1", base, folder), GateModel("a@1", adapter, folder)]
-        gated = Gated()
-        gated.gate = gated.gate_of({"/embed": [*models, GateModel("m@2", other, Path("other"))]})
-        assert await gated.ask() is not None
-        assert (len(base.asked), len(adapter.asked), len(other.asked)) == (1, 0, 1)
-        assert gated.record.model == "m@1"
-
-    play(run())
+async def test_a_queue_is_asked_once_for_a_base_and_its_adapters() -> None:
+    base, adapter, other = Waiting(3.0), Waiting(3.0), Waiting(3.0)
+    folder = Path("base")
+    models = [GateModel("m@1", base, folder), GateModel("a@1", adapter, folder)]
+    gated = Gated()
+    gated.gate = gated.gate_of({"/embed": [*models, GateModel("m@2", other, Path("other"))]})
+    assert await gated.ask() is not None
+    assert (len(base.asked), len(adapter.asked), len(other.asked)) == (1, 0, 1)
+    assert gated.record.model == "m@1"
 
 
-def test_a_wait_up_to_the_limit_is_admitted(play: Any) -> None:
-    async def run() -> None:
-        queue = Waiting(2.0)
-        gated = Gated(queue)
-        assert await gated.ask() is None
-        assert gated.record.model == "", "the handler chooses"
-        assert queue.asked == [("a", LineKey(0, 0), 21, 0)]
-        queue.seconds = 2.1
-        error = await gated.ask()
-        assert str(error) == (
-            "the request would wait about 2.1 s; CLOZE_MAX_QUEUE_WAIT_MS allows 2 s"
-        )
-        assert isinstance(error, Overloaded)
-        assert error.reason is Rejection.WAIT
-        assert error.retry_after_s == pytest.approx(0.1)
-        assert await Gated(Waiting(10.0), max_wait_s=0).ask() is None, "0 is no limit"
-
-    play(run())
+async def test_a_wait_up_to_the_limit_is_admitted() -> None:
+    queue = Waiting(2.0)
+    gated = Gated(queue)
+    assert await gated.ask() is None
+    assert gated.record.model == "", "the handler chooses"
+    assert queue.asked == [("a", LineKey(0, 0), 21, 0)]
+    queue.seconds = 2.1
+    error = await gated.ask()
+    assert str(error) == ("the request would wait about 2.1 s; CLOZE_MAX_QUEUE_WAIT_MS allows 2 s")
+    assert isinstance(error, Overloaded)
+    assert error.reason is Rejection.WAIT
+    assert error.retry_after_s == pytest.approx(0.1)
+    assert await Gated(Waiting(10.0), max_wait_s=0).ask() is None, "0 is no limit"
 
 
-def test_answers_say_how_many_bytes_a_token_has(play: Any) -> None:
+async def test_answers_say_how_many_bytes_a_token_has() -> None:
     """A passage of 102 tokens and 765 bytes is of another class of size at 5 bytes per token."""
 
-    async def run() -> None:
-        queue = Waiting(0.0)
-        gated = Gated(queue)
-        await gated.ask(765)
-        gated.answered(765, 102)
-        await gated.ask(765)
-        await gated.ask(765, path="/of/x")
-        assert [tokens for _, _, tokens, _ in queue.asked] == [154, 103, 154], "by route"
-        for _ in range(200):
-            gated.answered(400, 100)
-        await gated.ask(400)
-        assert queue.asked[-1][2] == pytest.approx(101, abs=1), "later answers say more"
-
-    play(run())
+    queue = Waiting(0.0)
+    gated = Gated(queue)
+    await gated.ask(765)
+    gated.answered(765, 102)
+    await gated.ask(765)
+    await gated.ask(765, path="/of/x")
+    assert [tokens for _, _, tokens, _ in queue.asked] == [154, 103, 154], "by route"
+    for _ in range(200):
+        gated.answered(400, 100)
+    await gated.ask(400)
+    assert queue.asked[-1][2] == pytest.approx(101, abs=1), "later answers say more"
 
 
 @pytest.mark.parametrize(
@@ -184,138 +166,106 @@ def test_answers_say_how_many_bytes_a_token_has(play: Any) -> None:
         (1600, 1, {}, 101),  # 16 bytes at most
     ],
 )
-def test_odd_answers_say_little(
-    play: Any, size: int, tokens: int, headers: dict[str, Any], expected: int
+async def test_odd_answers_say_little(
+    size: int, tokens: int, headers: dict[str, Any], expected: int
 ) -> None:
     """Else a client of compressed or odd bodies would let those of others look long or short."""
 
-    async def run() -> None:
-        queue = Waiting(0.0)
-        gated = Gated(queue)
-        gated.answered(size, tokens, **headers)
-        await gated.ask(1600)
-        assert queue.asked[0][2] == expected
-
-    play(run())
+    queue = Waiting(0.0)
+    gated = Gated(queue)
+    gated.answered(size, tokens, **headers)
+    await gated.ask(1600)
+    assert queue.asked[0][2] == expected
 
 
-def test_half_of_the_wait_is_kept_for_those_that_come_back(play: Any) -> None:
-    async def run() -> None:
-        queue, connection = Waiting(5.0), Open()
-        gated = Gated(queue)
-        assert await gated.told_s(connection=connection) == pytest.approx(3.0)
-        queue.seconds = 1.75
-        assert str(await gated.ask(connection=Open())) == (
-            "requests that were refused before go first"
-        )
-        assert await gated.ask(client="b") is None, "another client's line is not full"
-        queue.seconds = 1.0
-        assert await gated.ask(connection=Open()) is None, "half of the wait"
-        queue.seconds = 2.0
-        await asyncio.sleep(3.0)
-        assert await gated.ask(connection=Open()) is not None, "the second one is still to come"
-        assert await gated.ask(connection=connection) is None
-        await asyncio.sleep(1.0)
-        assert await gated.ask(connection=Open()) is None, "nobody is due any more"
-
-    play(run())
+async def test_half_of_the_wait_is_kept_for_those_that_come_back() -> None:
+    queue, connection = Waiting(5.0), Open()
+    gated = Gated(queue)
+    assert await gated.told_s(connection=connection) == pytest.approx(3.0)
+    queue.seconds = 1.75
+    assert str(await gated.ask(connection=Open())) == ("requests that were refused before go first")
+    assert await gated.ask(client="b") is None, "another client's line is not full"
+    queue.seconds = 1.0
+    assert await gated.ask(connection=Open()) is None, "half of the wait"
+    queue.seconds = 2.0
+    await asyncio.sleep(3.0)
+    assert await gated.ask(connection=Open()) is not None, "the second one is still to come"
+    assert await gated.ask(connection=connection) is None
+    await asyncio.sleep(1.0)
+    assert await gated.ask(connection=Open()) is None, "nobody is due any more"
 
 
-def test_a_connection_that_does_not_wait_gets_its_refusals_late(play: Any) -> None:
-    async def run() -> None:
-        gated, connection, held = Gated(Waiting(9.0)), Open(), []
-        for _ in range(7):
-            assert await gated.ask(connection=connection) is not None
-            held.append(gated.held_s)
-        assert held == pytest.approx([0.0, 0.25, 0.5, 1.0, 1.0, 1.0, 1.0])
-        assert await gated.ask(connection=Open()) is not None
-        assert gated.held_s == 0.0, "another connection does not pay for it"
-        await asyncio.sleep(60.0)
+async def test_a_connection_that_does_not_wait_gets_its_refusals_late() -> None:
+    gated, connection, held = Gated(Waiting(9.0)), Open(), []
+    for _ in range(7):
         assert await gated.ask(connection=connection) is not None
-        assert gated.held_s == 0.0, "it has waited now"
-
-    play(run())
-
-
-def test_a_connection_has_one_time_however_often_it_asks(play: Any) -> None:
-    async def run() -> None:
-        gated, connection = Gated(Waiting(60.0)), Open()
-        for _ in range(20):
-            await gated.ask(connection=connection)
-        own_s = await gated.told_s(connection=connection)
-        other_s = await gated.told_s(connection=Open())
-        assert other_s == pytest.approx(max(58.0, own_s + 0.5), abs=0.6)
-
-    play(run())
+        held.append(gated.held_s)
+    assert held == pytest.approx([0.0, 0.25, 0.5, 1.0, 1.0, 1.0, 1.0])
+    assert await gated.ask(connection=Open()) is not None
+    assert gated.held_s == 0.0, "another connection does not pay for it"
+    await asyncio.sleep(60.0)
+    assert await gated.ask(connection=connection) is not None
+    assert gated.held_s == 0.0, "it has waited now"
 
 
-def test_what_it_is_told_is_true_when_its_late_answer_arrives(play: Any) -> None:
-    async def run() -> None:
-        gated, connection = Gated(Waiting(2.3)), Open()
-        assert await gated.told_s(connection=connection) == pytest.approx(0.3)
-        await asyncio.sleep(0.1)
-        assert await gated.told_s(connection=connection) == pytest.approx(0.05)
-        assert gated.held_s == pytest.approx(0.25), "0.4 s after the first refusal"
-
-    play(run())
+async def test_a_connection_has_one_time_however_often_it_asks() -> None:
+    gated, connection = Gated(Waiting(60.0)), Open()
+    for _ in range(20):
+        await gated.ask(connection=connection)
+    own_s = await gated.told_s(connection=connection)
+    other_s = await gated.told_s(connection=Open())
+    assert other_s == pytest.approx(max(58.0, own_s + 0.5), abs=0.6)
 
 
-def test_refusals_behind_the_door_are_spread_and_held_too(play: Any) -> None:
-    async def run() -> None:
-        gated = Gated(Waiting(0.0))
-
-        async def told(connection: Open) -> tuple[float, float]:
-            assert await gated.ask(connection=connection) is None
-            error, began = (
-                Overloaded("full", 2.0, Rejection.QUEUE_FULL, 0.25),
-                LOOP_CLOCK.monotonic(),
-            )
-            await gated.gate.refused(gated.record, error)
-            return error.retry_after_s, LOOP_CLOCK.monotonic() - began
-
-        first, second = Open(), Open()
-        assert await told(first) == (pytest.approx(2.0), 0.0)
-        assert await told(second) == (pytest.approx(2.25), 0.0)
-        told_s, held_s = await told(first)
-        assert held_s == pytest.approx(0.25)
-        assert told_s <= 2.0
-
-    play(run())
+async def test_what_it_is_told_is_true_when_its_late_answer_arrives() -> None:
+    gated, connection = Gated(Waiting(2.3)), Open()
+    assert await gated.told_s(connection=connection) == pytest.approx(0.3)
+    await asyncio.sleep(0.1)
+    assert await gated.told_s(connection=connection) == pytest.approx(0.05)
+    assert gated.held_s == pytest.approx(0.25), "0.4 s after the first refusal"
 
 
-def test_a_server_that_drains_refuses_all(play: Any) -> None:
+async def test_refusals_behind_the_door_are_spread_and_held_too() -> None:
+    gated = Gated(Waiting(0.0))
+
+    async def told(connection: Open) -> tuple[float, float]:
+        assert await gated.ask(connection=connection) is None
+        error, began = (Overloaded("full", 2.0, Rejection.QUEUE_FULL, 0.25), LOOP_CLOCK.monotonic())
+        await gated.gate.refused(gated.record, error)
+        return error.retry_after_s, LOOP_CLOCK.monotonic() - began
+
+    first, second = Open(), Open()
+    assert await told(first) == (pytest.approx(2.0), 0.0)
+    assert await told(second) == (pytest.approx(2.25), 0.0)
+    told_s, held_s = await told(first)
+    assert held_s == pytest.approx(0.25)
+    assert told_s <= 2.0
+
+
+async def test_a_server_that_drains_refuses_all() -> None:
     """A client that gets 429 would come back to this replica."""
 
-    async def run() -> None:
-        first, second = Waiting(9.0), Waiting(9.0)
-        gated = Gated(first, second)
-        assert isinstance(await gated.ask(), Overloaded)
-        gated.starts.is_closed = True
-        assert isinstance(await gated.ask(), ShuttingDown)
-        first.seconds = 0.0
-        assert isinstance(await gated.ask(), ShuttingDown)
-
-    play(run())
+    first, second = Waiting(9.0), Waiting(9.0)
+    gated = Gated(first, second)
+    assert isinstance(await gated.ask(), Overloaded)
+    gated.starts.is_closed = True
+    assert isinstance(await gated.ask(), ShuttingDown)
+    first.seconds = 0.0
+    assert isinstance(await gated.ask(), ShuttingDown)
 
 
-def test_the_model_with_the_shortest_wait_counts(play: Any) -> None:
-    async def run() -> None:
-        assert await Gated(Waiting(9.0), Waiting(1.0)).ask() is None
-        gated = Gated(Waiting(9.0), Waiting(8.0))
-        assert str(await gated.ask()).startswith("the request would wait about 8 s")
-        assert gated.record.model == "m@2", "which the metrics and the log have"
-
-    play(run())
+async def test_the_model_with_the_shortest_wait_counts() -> None:
+    assert await Gated(Waiting(9.0), Waiting(1.0)).ask() is None
+    gated = Gated(Waiting(9.0), Waiting(8.0))
+    assert str(await gated.ask()).startswith("the request would wait about 8 s")
+    assert gated.record.model == "m@2", "which the metrics and the log have"
 
 
-def test_requests_that_no_model_answers_pass(play: Any) -> None:
-    async def run() -> None:
-        gated = Gated(Waiting(9.0))
-        for path in ("/other", "/none", "/of/"):
-            assert await gated.ask(path=path) is None
-        assert await gated.ask(path="/of/x") is not None
-
-    play(run())
+async def test_requests_that_no_model_answers_pass() -> None:
+    gated = Gated(Waiting(9.0))
+    for path in ("/other", "/none", "/of/"):
+        assert await gated.ask(path=path) is None
+    assert await gated.ask(path="/of/x") is not None
 
 
 @pytest.mark.parametrize(
@@ -323,34 +273,26 @@ def test_requests_that_no_model_answers_pass(play: Any) -> None:
     [(0, 1), (4, 1), (5, 2), (100, 21), ("x", 1), ("-5", 1), ("1" * 21, 1),
      ("1" * 20, 1 + int("1" * 20) // 5)],
 )  # fmt: skip
-def test_the_tokens_of_a_body_are_a_fifth_of_its_bytes(
-    play: Any, size: int | str, tokens: int
-) -> None:
-    async def run() -> None:
-        queue = Waiting()
-        gated = Gated(queue)
-        assert await gated.ask(size) is None
-        assert queue.asked[0][2] == pytest.approx(tokens, rel=1e-15)
-        assert await gated.passes() is None
-        assert queue.asked[1][2] == 1
-
-    play(run())
+async def test_the_tokens_of_a_body_are_a_fifth_of_its_bytes(size: int | str, tokens: int) -> None:
+    queue = Waiting()
+    gated = Gated(queue)
+    assert await gated.ask(size) is None
+    assert queue.asked[0][2] == pytest.approx(tokens, rel=1e-15)
+    assert await gated.passes() is None
+    assert queue.asked[1][2] == 1
 
 
-def test_the_time_limit_of_a_request(play: Any) -> None:
-    async def run() -> None:
-        queue = Waiting(3.0)
-        gated = Gated(queue)
-        # It ends after 3.5 s, and may take half of its time.
-        assert await gated.ask(x_request_timeout_ms="7100") is None
-        assert queue.asked[-1][1] == LineKey(0, 4)
-        assert await gated.ask(x_request_timeout_ms="6900") is not None
-        asked = len(queue.asked)
-        assert await gated.ask(x_request_timeout_ms="60001") is None, "the handler says why"
-        assert len(queue.asked) == asked
-        assert gated.record.terms_problem.startswith("x-request-timeout-ms: a whole number from 1")
-
-    play(run())
+async def test_the_time_limit_of_a_request() -> None:
+    queue = Waiting(3.0)
+    gated = Gated(queue)
+    # It ends after 3.5 s, and may take half of its time.
+    assert await gated.ask(x_request_timeout_ms="7100") is None
+    assert queue.asked[-1][1] == LineKey(0, 4)
+    assert await gated.ask(x_request_timeout_ms="6900") is not None
+    asked = len(queue.asked)
+    assert await gated.ask(x_request_timeout_ms="60001") is None, "the handler says why"
+    assert len(queue.asked) == asked
+    assert gated.record.terms_problem.startswith("x-request-timeout-ms: a whole number from 1")
 
 
 # ---- what waits to start -------------------------------------------------------------------------
@@ -375,98 +317,80 @@ class Starting:
         return asyncio.create_task(wait())
 
 
-def test_a_few_start_per_turn_and_clients_take_turns(play: Any) -> None:
-    async def run() -> None:
-        starting = Starting()
-        for _ in range(40):
-            starting.ask("heavy")
-        await turns(1)
-        assert 0 < len(starting.started) < 10
-        starting.ask("light")
-        starting.ask("other")
-        await turns(1)
-        before = len(starting.started)
-        await turns(2)
-        assert {"light", "other"} <= set(starting.started[before - 8 : before + 8])
-        assert len(starting.started) < 20, "they are not behind the others"
-        await turns(20)
-        assert len(starting.started) == 42
+async def test_a_few_start_per_turn_and_clients_take_turns() -> None:
+    starting = Starting()
+    for _ in range(40):
         starting.ask("heavy")
-        await turns(1)
-        assert len(starting.started) == 43, "the line is empty"
-
-    play(run())
+    await turns(1)
+    assert 0 < len(starting.started) < 10
+    starting.ask("light")
+    starting.ask("other")
+    await turns(1)
+    before = len(starting.started)
+    await turns(2)
+    assert {"light", "other"} <= set(starting.started[before - 8 : before + 8])
+    assert len(starting.started) < 20, "they are not behind the others"
+    await turns(20)
+    assert len(starting.started) == 42
+    starting.ask("heavy")
+    await turns(1)
+    assert len(starting.started) == 43, "the line is empty"
 
 
 NO_WAIT = ExpectedWait(0.0, 0.0)
 
 
-def test_what_waits_counts_until_it_starts_or_ends(play: Any) -> None:
-    async def run() -> None:
-        starting = Starting()
-        starts, key = starting.starts, LineKey(0, 0)
-        tasks = [starting.ask("a", 10) for _ in range(24)] + [starting.ask("b", 5)]
-        await turns(1)
-        waiting = starts.with_start(NO_WAIT, "a").requests
-        assert 14 <= waiting < 24
-        assert starts.unsubmitted["a", key] == 10 * waiting
-        assert starts.unsubmitted["b", key] == 5
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        assert not starts.unsubmitted
-        await turns(40)
-        assert starts.waiting == 0
-        late = [starting.ask("c") for _ in range(9)]
-        await asyncio.gather(*late)
-        assert starting.started[-9:] == ["c"] * 9
-        assert starts.with_start(NO_WAIT, "c").requests == 0
-        assert not starts.unsubmitted
-
-    play(run())
+async def test_what_waits_counts_until_it_starts_or_ends() -> None:
+    starting = Starting()
+    starts, key = starting.starts, LineKey(0, 0)
+    tasks = [starting.ask("a", 10) for _ in range(24)] + [starting.ask("b", 5)]
+    await turns(1)
+    waiting = starts.with_start(NO_WAIT, "a").requests
+    assert 14 <= waiting < 24
+    assert starts.unsubmitted["a", key] == 10 * waiting
+    assert starts.unsubmitted["b", key] == 5
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    assert not starts.unsubmitted
+    await turns(40)
+    assert starts.waiting == 0
+    late = [starting.ask("c") for _ in range(9)]
+    await asyncio.gather(*late)
+    assert starting.started[-9:] == ["c"] * 9
+    assert starts.with_start(NO_WAIT, "c").requests == 0
+    assert not starts.unsubmitted
 
 
-def test_requests_that_wait_to_start_count_for_those_that_come(play: Any) -> None:
-    async def run() -> None:
-        queue = Waiting(0.0)
-        gated = Gated(queue, max_wait_s=2.0)
-        tasks = [asyncio.create_task(gated.ask(client=client)) for client in "aaaaaaaaaaab"]
-        await turns(1)
-        assert [asked[3] for asked in queue.asked[:4]] == [0, 0, 0, 0]
-        assert [asked[3] for asked in queue.asked[-3:]] == [21 * 5, 21 * 6, 0], "its own"
-        await asyncio.gather(*tasks)
-        await gated.ask()
-        assert queue.asked[-1][3] == 0
-
-    play(run())
+async def test_requests_that_wait_to_start_count_for_those_that_come() -> None:
+    queue = Waiting(0.0)
+    gated = Gated(queue, max_wait_s=2.0)
+    tasks = [asyncio.create_task(gated.ask(client=client)) for client in "aaaaaaaaaaab"]
+    await turns(1)
+    assert [asked[3] for asked in queue.asked[:4]] == [0, 0, 0, 0]
+    assert [asked[3] for asked in queue.asked[-3:]] == [21 * 5, 21 * 6, 0], "its own"
+    await asyncio.gather(*tasks)
+    await gated.ask()
+    assert queue.asked[-1][3] == 0
 
 
-def test_the_wait_to_start_is_part_of_the_expected_wait() -> None:
+async def test_the_wait_to_start_is_part_of_the_expected_wait() -> None:
     """If four requests take 0.4 s, a client waits for that, and another one for less."""
 
-    async def run() -> None:
-        starting = Starting(clock := VirtualClock())
-        for _ in range(100):
-            starting.ask("heavy")
+    starting = Starting(clock := VirtualClock())
+    for _ in range(100):
+        starting.ask("heavy")
+    await turns(1)
+    assert starting.starts.with_start(NO_WAIT, "heavy").seconds == 0.0, "nothing is measured yet"
+    for _ in range(8):
+        clock.now += 0.4
         await turns(1)
-        assert starting.starts.with_start(NO_WAIT, "heavy").seconds == 0.0, (
-            "nothing is measured yet"
-        )
-        for _ in range(8):
-            clock.now += 0.4
-            await turns(1)
-        left = 100 - len(starting.started)
-        assert left > 50
-        assert starting.starts.with_start(NO_WAIT, "heavy").seconds == pytest.approx(
-            left / 10, rel=0.2
-        )
-        assert starting.starts.with_start(NO_WAIT, "light").seconds == pytest.approx(
-            2 / 10, rel=0.2
-        )
-        clock.now += 10.0
-        assert starting.starts.with_start(NO_WAIT, "heavy").seconds == 0.0, "the rate is too old"
-
-    asyncio.run(run())
+    left = 100 - len(starting.started)
+    assert left > 50
+    assert starting.starts.with_start(NO_WAIT, "heavy").seconds == pytest.approx(left / 10, rel=0.2)
+    assert starting.starts.with_start(NO_WAIT, "light").seconds == pytest.approx(2 / 10, rel=0.2)
+    clock.now += 10.0
+    assert starting.starts.with_start(NO_WAIT, "heavy").seconds == 0.0, "the rate is too old"
 
 
 # ---- the application -----------------------------------------------------------------------------
@@ -516,43 +440,34 @@ class App:
         return sent[0]["status"], found, b"".join(m.get("body", b"") for m in sent).decode()
 
 
-def test_a_refusal_has_the_headers_of_an_answer_for_an_allowed_origin(play: Any) -> None:
-    async def run() -> None:
-        app = App(Waiting(9.0), origins=("https://page.example",))
-        status, headers, body = await app.ask(origin="https://page.example")
-        assert status == 429
-        assert headers["access-control-allow-origin"] == "https://page.example"
-        assert headers["retry-after"] == "7"
-        assert headers["retry-after-ms"] == "7000"
-        assert "retry-after" in headers["access-control-expose-headers"].lower()
-        assert body.startswith("the request would wait about 9 s")
-        _, others, _ = await app.ask(origin="https://other.example")
-        assert "access-control-allow-origin" not in others
-        assert not app.handled
-
-    play(run())
+async def test_a_refusal_has_the_headers_of_an_answer_for_an_allowed_origin() -> None:
+    app = App(Waiting(9.0), origins=("https://page.example",))
+    status, headers, body = await app.ask(origin="https://page.example")
+    assert status == 429
+    assert headers["access-control-allow-origin"] == "https://page.example"
+    assert headers["retry-after"] == "7"
+    assert headers["retry-after-ms"] == "7000"
+    assert "retry-after" in headers["access-control-expose-headers"].lower()
+    assert body.startswith("the request would wait about 9 s")
+    _, others, _ = await app.ask(origin="https://other.example")
+    assert "access-control-allow-origin" not in others
+    assert not app.handled
 
 
-def test_those_without_a_key_are_refused_first(play: Any) -> None:
-    async def run() -> None:
-        queue = Waiting(9.0)
-        app = App(queue, access=CLOSED)
-        status, headers, _ = await app.ask()
-        assert (status, headers["www-authenticate"]) == (401, "Bearer")
-        assert not queue.asked
-
-    play(run())
+async def test_those_without_a_key_are_refused_first() -> None:
+    queue = Waiting(9.0)
+    app = App(queue, access=CLOSED)
+    status, headers, _ = await app.ask()
+    assert (status, headers["www-authenticate"]) == (401, "Bearer")
+    assert not queue.asked
 
 
-def test_the_door_calls_handlers_and_writes_their_errors(play: Any) -> None:
-    async def run() -> None:
-        app = App(Waiting(0.0))
-        assert (await app.ask())[0] == 200
-        status, headers, body = await app.ask(fails="yes")
-        assert (status, headers["retry-after"], body) == (429, "1", "full")
-        assert app.handled == ["/embed", "/embed"]
-        assert (await app.ask("/embed", "GET"))[0] == 405, "the router answers"
-        assert (await app.ask("/other"))[0] == 404
-        assert app.handled == ["/embed", "/embed"]
-
-    play(run())
+async def test_the_door_calls_handlers_and_writes_their_errors() -> None:
+    app = App(Waiting(0.0))
+    assert (await app.ask())[0] == 200
+    status, headers, body = await app.ask(fails="yes")
+    assert (status, headers["retry-after"], body) == (429, "1", "full")
+    assert app.handled == ["/embed", "/embed"]
+    assert (await app.ask("/embed", "GET"))[0] == 405, "the router answers"
+    assert (await app.ask("/other"))[0] == 404
+    assert app.handled == ["/embed", "/embed"]

@@ -179,22 +179,10 @@ def test_a_probe_has_1024_bytes_at_most(pair: tuple[socket.socket, socket.socket
     assert probes().answers(server)
 
 
-def test_a_probe_has_an_id_of_its_own() -> None:
-    def identity() -> bytes:
-        sent = answer(GOOD)
-        assert sent is not None
-        return sent.split(b"x-request-id: ")[1].split(b"\r\n")[0]
-
-    assert len(identity()) == 16
-    assert identity() != identity()
-
-
 # ---- the thread that writes --------------------------------------------------------------------
 
 
-def test_lines_are_written_soon_by_a_thread_of_the_log(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_lines_are_written_soon_by_a_thread_of_the_log(capfd: pytest.CaptureFixture[str]) -> None:
     writer = LineWriter()
     log = AccessLog("json", logging.INFO, 1.0, frozenset(), writer)
     writer.begin()

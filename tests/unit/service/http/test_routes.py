@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from cloze.service.clock import CLOCK, Clock
-from cloze.service.core import OTHER_ROUTE, ServedRequest
+from cloze.service.core import OTHER_ROUTE
 from cloze.service.errors import Rejection
 from cloze.service.http.body import BytesResponse, RequestLimits
 from cloze.service.http.bytes_held import ByteBudget
@@ -21,6 +21,8 @@ from cloze.service.observe.metrics import Metrics
 from cloze.service.server.connection import _OneWrite
 from tests.support.records import recorded, scope_of
 from tests.support.virtual_time import VirtualClock
+
+pytestmark = pytest.mark.anyio
 
 
 class World:
@@ -98,19 +100,6 @@ def test_an_answer_has_an_id_and_its_model() -> None:
     assert counted
     assert 'status="200"' in "".join(world.series())
     assert world.metrics.in_flight == 0
-
-
-def test_a_traced_request_ends_its_span_with_what_is_logged() -> None:
-    ended: list[ServedRequest] = []
-
-    class Trace:
-        def end(self, answered: ServedRequest) -> None:
-            ended.append(answered)
-
-    world = World(answers)
-    asyncio.run(world.ask(trace=Trace()))
-    [answered] = ended
-    assert (answered.route, answered.status, answered.model) == ("/embed", 200, "m@1")
 
 
 def test_routes_are_those_that_are_known() -> None:
@@ -195,22 +184,19 @@ def test_the_time_of_a_request_begins_when_it_arrived() -> None:
     assert '"total":0' in world.lines[1]
 
 
-def test_the_bytes_of_an_answer_are_released_however_it_ends() -> None:
+async def test_the_bytes_of_an_answer_are_released_however_it_ends() -> None:
     async def breaks(scope: Any, receive: Any, send: Any) -> None:
         raise ValueError
 
-    async def run() -> None:
-        for app in (answers, breaks):
-            world, one, other = World(app), recorded(), recorded(client="b")
-            await world.limits.hold_answer(one, 600_000)
-            waiting = asyncio.create_task(world.limits.hold_answer(other, 600_000))
-            await asyncio.sleep(0)
-            assert not waiting.done()
-            with suppress(ValueError):
-                await world.ask(answer=one.answer)
-            await waiting
-
-    asyncio.run(run())
+    for app in (answers, breaks):
+        world, one, other = World(app), recorded(), recorded(client="b")
+        await world.limits.hold_answer(one, 600_000)
+        waiting = asyncio.create_task(world.limits.hold_answer(other, 600_000))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        with suppress(ValueError):
+            await world.ask(answer=one.answer)
+        await waiting
 
 
 def test_a_connection_ends_with_an_answer_of_a_server_that_drains() -> None:
@@ -237,40 +223,34 @@ def test_a_client_that_may_send_its_body_or_not_is_closed(
 
 
 @pytest.mark.parametrize("size", [0, 1, 65_536, 65_537, 200_000])
-def test_a_large_body_is_sent_in_parts(size: int) -> None:
-    async def run() -> None:
-        sent: list[Any] = []
-        body = bytes(number % 251 for number in range(size))
+async def test_a_large_body_is_sent_in_parts(size: int) -> None:
+    sent: list[Any] = []
+    body = bytes(number % 251 for number in range(size))
 
-        async def send(message: Any) -> None:
-            sent.append(message)
+    async def send(message: Any) -> None:
+        sent.append(message)
 
-        await BytesResponse(body)(scope_of(recorded()), cast(Any, None), send)
-        start, *parts = sent
-        assert dict(start["headers"])[b"content-length"] == b"%d" % size
-        assert b"".join(part["body"] for part in parts) == body
-        assert all(len(part["body"]) <= 65_536 for part in parts)
-        more = [part.get("more_body", False) for part in parts]
-        assert more == [True] * (len(parts) - 1) + [False]
-
-    asyncio.run(run())
+    await BytesResponse(body)(scope_of(recorded()), cast(Any, None), send)
+    start, *parts = sent
+    assert dict(start["headers"])[b"content-length"] == b"%d" % size
+    assert b"".join(part["body"] for part in parts) == body
+    assert all(len(part["body"]) <= 65_536 for part in parts)
+    more = [part.get("more_body", False) for part in parts]
+    assert more == [True] * (len(parts) - 1) + [False]
 
 
-def test_the_next_part_of_an_answer_waits_for_the_one_before() -> None:
-    async def run() -> None:
-        sent: list[Any] = []
+async def test_the_next_part_of_an_answer_waits_for_the_one_before() -> None:
+    sent: list[Any] = []
 
-        async def send(message: Any) -> None:
-            sent.append(message)
-            await asyncio.Future()
+    async def send(message: Any) -> None:
+        sent.append(message)
+        await asyncio.Future()
 
-        response = BytesResponse(bytes(200_000))
-        task = asyncio.create_task(response(scope_of(recorded()), cast(Any, None), send))
-        await asyncio.sleep(0.01)
-        assert len(sent) == 1
-        task.cancel()
-
-    asyncio.run(run())
+    response = BytesResponse(bytes(200_000))
+    task = asyncio.create_task(response(scope_of(recorded()), cast(Any, None), send))
+    await asyncio.sleep(0.01)
+    assert len(sent) == 1
+    task.cancel()
 
 
 # ---- one write ---------------------------------------------------------------------------------

@@ -160,8 +160,7 @@ def test_an_adapter_with_a_head_has_the_task_of_its_head_alone(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("labels", "kind"),
-    [(1, "multi_label_classification"), (2, "single_label_classification")],
+    ("labels", "kind"), [(1, "multi_label_classification"), (2, "single_label_classification")]
 )
 def test_labels_without_names_are_those_of_transformers(labels: int, kind: str) -> None:
     _, options = adapters._labels(classifier(labels), HIDDEN, {})

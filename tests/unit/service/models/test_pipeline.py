@@ -15,6 +15,8 @@ from cloze.service.models.pipeline import run_anywhere
 from cloze.service.tasks import embed
 from tests.unit.service.protocols.service import Service
 
+pytestmark = pytest.mark.anyio
+
 
 class Key:
     """A key that counts the tokens that are taken from it."""
@@ -76,12 +78,9 @@ def test_a_request_that_fails_has_no_texts(tmp_path: Path) -> None:
     assert (request.texts, request.tokens, key.taken) == (0, 3, 3)
 
 
-def test_what_takes_long_runs_on_a_thread() -> None:
-    async def run() -> None:
-        own = threading.get_ident()
-        assert await run_anywhere(True, threading.get_ident) == own
-        assert await run_anywhere(False, threading.get_ident) != own
-        assert await run_anywhere(True, max, 3, 4) == 4
-        assert await run_anywhere(False, max, 3, 4) == 4
-
-    asyncio.run(run())
+async def test_what_takes_long_runs_on_a_thread() -> None:
+    own = threading.get_ident()
+    assert await run_anywhere(True, threading.get_ident) == own
+    assert await run_anywhere(False, threading.get_ident) != own
+    assert await run_anywhere(True, max, 3, 4) == 4
+    assert await run_anywhere(False, max, 3, 4) == 4

@@ -2,7 +2,6 @@
 
 import asyncio
 import ctypes
-import importlib.util
 import os
 import signal
 import socket
@@ -17,18 +16,11 @@ from typing import Any
 
 import pytest
 
-from cloze.service.clock import Clock
 from cloze.service.errors import StartupError
-from cloze.service.processes import children as children_module
-from cloze.service.processes.children import (
-    Child,
-    ChildConfig,
-    end_all,
-    listen_for_front_ends,
-)
+from cloze.service.processes.children import Child, ChildConfig, end_all, listen_for_front_ends
 from cloze.service.settings import Settings
 from tests.support.leaping_loop import run_leaping
-from tests.support.virtual_time import VirtualClock
+from tests.support.virtual_time import LOOP_CLOCK, VirtualClock
 from tests.unit.service.processes.forked import forked
 
 PR_GET_PDEATHSIG = 2
@@ -203,13 +195,6 @@ class Lives(Child):
         return 1
 
 
-class LoopClock(Clock):
-    """A clock with the time of the event loop."""
-
-    def monotonic(self) -> float:  # type: ignore[override]
-        return asyncio.get_running_loop().time()
-
-
 def waits_of(listener: socket.socket, folder: Path, *lives_s: float | None) -> list[float]:
     """Return the seconds between the end of each process and the next start."""
     ended = 0
@@ -219,7 +204,7 @@ def waits_of(listener: socket.socket, folder: Path, *lives_s: float | None) -> l
         ended += 1
 
     async def run() -> list[float]:
-        child = Lives("engine-0", (), listener, clock=LoopClock())
+        child = Lives("engine-0", (), listener, clock=LOOP_CLOCK)
         child.lives_s, child.starts = [*lives_s, 0.0], []
         with suppress(TimeoutError):
             await asyncio.wait_for(kept(child, folder, restarted), 10_000)
@@ -408,15 +393,3 @@ def test_all_children_share_one_time(listener: socket.socket) -> None:
     ]  # fmt: skip
     assert ending(True, 4.0) == ["terminate a", "terminate b", "wait 4.0 a", "wait 4.0 b"]
     assert ending(True, 0.0)[2:] == ["wait 0.0 a", "wait 0.0 b"]
-
-
-def test_the_commands_of_children_are_those_of_this_interpreter() -> None:
-    for command in (children_module.ENGINE_COMMAND, children_module.FRONTEND_COMMAND):
-        assert command[:2] == (sys.executable, "-m")
-        assert importlib.util.find_spec(command[2]) is not None
-
-
-def test_a_child_is_alone_with_its_name(listener: socket.socket) -> None:
-    """Children are compared by identity: two with equal fields are two."""
-    one, two = (Child("engine-0", ("x",), listener) for _ in range(2))
-    assert one != two

@@ -9,7 +9,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.waiting import wait_until
 from tests.unit.service.processes.forked import Fork, forked, publish
 from tests.unit.service.tasks.model import manifest
+
+pytestmark = pytest.mark.anyio
 
 LIMITS = SchedulerLimits(
     workers=1, max_batch_tokens=100, max_queue_tokens=1000, stall_timeout_s=60.0
@@ -135,153 +137,115 @@ def run(number: int = 7, tokens: int = 3, *, model: int = 0, **terms: Any) -> fr
 
 
 @pytest.fixture
-def on_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Callable[[Process], Awaitable[None]]], None]:
-    """Return what runs a test on an event loop, with a process."""
+async def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Process]:
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-
-    def on_loop(test: Callable[[Process], Awaitable[None]]) -> None:
-        async def main() -> None:
-            process = Process(tmp_path)
-            try:
-                await test(process)
-            finally:
-                process.close()
-
-        asyncio.run(main())
-
-    return on_loop
+    made = Process(tmp_path)
+    yield made
+    made.close()
 
 
-OnLoop = Callable[[Callable[[Process], Awaitable[None]]], None]
+async def test_a_greeting_comes_first_and_then_answers(process: Process) -> None:
+    deadline = time.monotonic() + 60
+    terms = {"client": "someone", "timeout_s": 4.5, "trace": "00-1", "is_bulk": True}
+    process.receive(run(deadline=deadline, later_round=True, **terms))
+    (answer,) = await process.answers()
+    greeting = process.wire.sent[0]
+    assert list(greeting.models.items()) == [("tiny@3", "int8"), ("other@1", "fp32")]
+    assert process.queues[0].terms == [Terms(deadline, later_round=True, **terms)]
+    assert answer.number == 7
+    assert answer.outcome.outputs[0]["embedding"].array.tolist() == [3.0]
+    assert answer.wait == ExpectedWait(2.5, 0.5)
+    assert process.queues[0].asked == [("someone", LineKey(0, 4, is_bulk=True), 3)]
+    process.receive(run(8, model=1))
+    await process.answers(2)
+    assert len(process.queues[1].terms) == 1
+    assert process.channel._pending == {}
 
 
-def test_a_greeting_comes_first_and_then_answers(on_loop: OnLoop) -> None:
-    async def test(process: Process) -> None:
-        deadline = time.monotonic() + 60
-        terms = {
-            "client": "someone",
-            "timeout_s": 4.5,
-            "trace": "00-1",
-            "is_bulk": True,
-        }
-        process.receive(run(deadline=deadline, later_round=True, **terms))
-        (answer,) = await process.answers()
-        greeting = process.wire.sent[0]
-        assert list(greeting.models.items()) == [("tiny@3", "int8"), ("other@1", "fp32")]
-        assert process.queues[0].terms == [Terms(deadline, later_round=True, **terms)]
-        assert answer.number == 7
-        assert answer.outcome.outputs[0]["embedding"].array.tolist() == [3.0]
-        assert answer.wait == ExpectedWait(2.5, 0.5)
-        assert process.queues[0].asked == [("someone", LineKey(0, 4, is_bulk=True), 3)]
-        process.receive(run(8, model=1))
-        await process.answers(2)
-        assert len(process.queues[1].terms) == 1
-        assert process.channel._pending == {}
-
-    on_loop(test)
+async def test_a_refusal_is_answered(process: Process) -> None:
+    process.queues[0].failure = Overloaded("full", 3.0, Rejection.QUEUE_FULL)
+    process.receive(run(9, tokens=5))
+    (answer,) = await process.answers()
+    assert (answer.number, str(answer.outcome)) == (9, "full")
+    assert (answer.outcome.retry_after_s, answer.outcome.reason) == (3.0, Rejection.QUEUE_FULL)
+    assert answer.wait == ExpectedWait(2.5, 0.5)
+    assert process.queues[0].asked == [("", LineKey(0, 0), 5)]
+    assert process.channel._pending == {}
 
 
-def test_a_refusal_is_answered(on_loop: OnLoop) -> None:
-    async def test(process: Process) -> None:
-        process.queues[0].failure = Overloaded("full", 3.0, Rejection.QUEUE_FULL)
-        process.receive(run(9, tokens=5))
-        (answer,) = await process.answers()
-        assert (answer.number, str(answer.outcome)) == (9, "full")
-        assert (answer.outcome.retry_after_s, answer.outcome.reason) == (3.0, Rejection.QUEUE_FULL)
-        assert answer.wait == ExpectedWait(2.5, 0.5)
-        assert process.queues[0].asked == [("", LineKey(0, 0), 5)]
-        assert process.channel._pending == {}
-
-    on_loop(test)
-
-
-def test_a_cancelled_request_is_dropped(on_loop: OnLoop) -> None:
-    async def test(process: Process) -> None:
-        process.engine.gate.clear()
-        process.receive(run(1))
-        process.engine.entered.wait(20)
-        process.receive(run(2))
-        process.receive(run(3))
-        process.receive(frames.Cancel(2))
-        process.receive(frames.Cancel(99))
-        assert process.queues[0].state.tokens == 3
-        process.engine.gate.set()
-        answers = await process.answers(2)
-        assert [answer.number for answer in answers] == [1, 3]
-        assert process.channel._pending == {}
-        assert process.queues[0].state.tokens == 0
-
-    on_loop(test)
+async def test_a_cancelled_request_is_dropped(process: Process) -> None:
+    process.engine.gate.clear()
+    process.receive(run(1))
+    process.engine.entered.wait(20)
+    process.receive(run(2))
+    process.receive(run(3))
+    process.receive(frames.Cancel(2))
+    process.receive(frames.Cancel(99))
+    assert process.queues[0].state.tokens == 3
+    process.engine.gate.set()
+    answers = await process.answers(2)
+    assert [answer.number for answer in answers] == [1, 3]
+    assert process.channel._pending == {}
+    assert process.queues[0].state.tokens == 0
 
 
-def test_an_error_of_the_engine_is_answered(on_loop: OnLoop) -> None:
-    async def test(process: Process) -> None:
-        process.engine.poison = lambda _: True
-        process.receive(run(1))
-        (answer,) = await process.answers()
-        assert type(answer.outcome) is EngineFailed
-        assert str(answer.outcome) == "the engine cannot run this input (RuntimeError)"
-        process.engine.gate.clear()
-        process.engine.poison = lambda _: False
-        process.engine.entered.clear()
-        process.receive(run(2))
-        process.engine.entered.wait(20)
-        process.channel._pending[2].set_exception(KeyError("x"))
-        _, answer = await process.answers(2)
-        assert type(answer.outcome) is EngineFailed
-        assert str(answer.outcome) == "the engine process failed (KeyError)"
-
-    on_loop(test)
+async def test_an_error_of_the_engine_is_answered(process: Process) -> None:
+    process.engine.poison = lambda _: True
+    process.receive(run(1))
+    (answer,) = await process.answers()
+    assert type(answer.outcome) is EngineFailed
+    assert str(answer.outcome) == "the engine cannot run this input (RuntimeError)"
+    process.engine.gate.clear()
+    process.engine.poison = lambda _: False
+    process.engine.entered.clear()
+    process.receive(run(2))
+    process.engine.entered.wait(20)
+    process.channel._pending[2].set_exception(KeyError("x"))
+    _, answer = await process.answers(2)
+    assert type(answer.outcome) is EngineFailed
+    assert str(answer.outcome) == "the engine process failed (KeyError)"
 
 
-def test_a_front_end_that_leaves_cancels_its_requests_only(on_loop: OnLoop) -> None:
-    async def test(process: Process) -> None:
-        process.engine.gate.clear()
-        other: Any = Wire()
-        channel = process.connect(other)
-        process.receive(run(1))
-        process.engine.entered.wait(20)
-        process.receive(run(2))
-        channel.received(memoryview(frames.encode_run(run(1, tokens=5))))
-        assert process.queues[0].state.tokens == 8
-        process.channel.lost()
-        assert process.queues[0].state.tokens == 5
-        process.engine.gate.set()
-        async with asyncio.timeout(20):
-            while len(other.sent) < 2 or process.channel._pending:
-                await asyncio.sleep(0.001)
-        assert len(process.wire.sent) == 1
-        assert process.server.channels == {channel}
-
-    on_loop(test)
+async def test_a_front_end_that_leaves_cancels_its_requests_only(process: Process) -> None:
+    process.engine.gate.clear()
+    other: Any = Wire()
+    channel = process.connect(other)
+    process.receive(run(1))
+    process.engine.entered.wait(20)
+    process.receive(run(2))
+    channel.received(memoryview(frames.encode_run(run(1, tokens=5))))
+    assert process.queues[0].state.tokens == 8
+    process.channel.lost()
+    assert process.queues[0].state.tokens == 5
+    process.engine.gate.set()
+    async with asyncio.timeout(20):
+        while len(other.sent) < 2 or process.channel._pending:
+            await asyncio.sleep(0.001)
+    assert len(process.wire.sent) == 1
+    assert process.server.channels == {channel}
 
 
-def test_a_process_serves_until_its_last_front_end_has_left(
-    on_loop: OnLoop, tmp_path: Path
+async def test_a_process_serves_until_its_last_front_end_has_left(
+    process: Process, tmp_path: Path
 ) -> None:
-    async def test(process: Process) -> None:
-        path = tmp_path / "e.sock"
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(path))
-            listener.listen()
-            serving = asyncio.ensure_future(process.server.serve(listener))
-            _, writer = await asyncio.open_unix_connection(path)
-            async with asyncio.timeout(20):
-                while len(process.server.channels) < 2:
-                    await asyncio.sleep(0.001)
-            process.server.stopping.set()
-            process.channel.lost()
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            assert not serving.done()
-            writer.close()
-            async with asyncio.timeout(20):
-                await serving
-            assert listener.fileno() == -1
-
-    on_loop(test)
+    path = tmp_path / "e.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        serving = asyncio.ensure_future(process.server.serve(listener))
+        _, writer = await asyncio.open_unix_connection(path)
+        async with asyncio.timeout(20):
+            while len(process.server.channels) < 2:
+                await asyncio.sleep(0.001)
+        process.server.stopping.set()
+        process.channel.lost()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not serving.done()
+        writer.close()
+        async with asyncio.timeout(20):
+            await serving
+        assert listener.fileno() == -1
 
 
 def test_the_queues_of_a_process_are_written_from_the_begin(

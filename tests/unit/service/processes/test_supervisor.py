@@ -209,18 +209,6 @@ def test_a_child_that_dies_is_started_again(server: Server) -> None:
         assert server.alive == set()
 
 
-def test_a_restart_that_the_system_refuses_is_tried_again(server: Server) -> None:
-    with server.serving():
-        server.interpreter.unlink()
-        os.kill(server.pids("engine-0")[0], signal.SIGKILL)
-        server.until(
-            "engine-0 does not start (No such file or directory); it starts again in 0.5 s"
-        )
-        server.interpreter.symlink_to(sys.executable)
-        wait_until(lambda: len(server.pids("engine-0", "ready")) == 2)
-        assert server.stop() == 0
-
-
 def test_a_child_that_does_not_report_is_replaced(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,11 +318,3 @@ def test_a_server_leaves_no_folder(
         fork.send(signal.SIGTERM)
         assert fork.code() == 0
         assert not list(folders.iterdir())
-
-
-def test_a_path_that_is_too_long_stops_the_start(server: Server, tmp_path: Path) -> None:
-    server.folder = tmp_path / ("x" * 100)
-    server.folder.mkdir()
-    with server.running():
-        assert server.fork.code() == 2
-        assert "set TMPDIR to a short path" in server.fork.log

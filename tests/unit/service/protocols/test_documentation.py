@@ -6,10 +6,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from cloze.model_store.locations import SHIPPED_NAMES
 from cloze.service.http.pages import document
-from cloze.service.protocols import PROTOCOLS
-from cloze.service.tasks import TASKS
 from tests.unit.service.protocols.service import Service
 
 TIMES = {
@@ -23,55 +20,6 @@ BYTES = {"inference-header-content-length"}
 HEADERS = {"": set(), "T": TIMES, "V": TIMES | VECTORS, "B": TIMES | BYTES, "P": PAGE}
 HEADERS["R"] = TIMES | {"x-ranked-by"}
 
-ALL = "400 401 403 404 408 409 412 413 415 422 424 429 499 500 503 504"
-NO_422 = ALL.replace(" 422", "")
-ERRORS = {"all": ALL, "no422": NO_422}
-TYPES = {"json": "application/json", "raw": "application/octet-stream", "npy": "application/x-npy",
-         "text": "text/plain", "html": "text/html"}  # fmt: skip
-
-TABLE = """
-POST /fill-mask | tasks | json | T | all
-POST /score | tasks | json | T | all
-POST /embed | tasks | json raw npy | V | all
-POST /embed_all | tasks | json raw npy | V | all
-POST /embed_sparse | tasks | json | T | all
-POST /zero-shot-classification | tasks | json | T | all
-POST /redact | tasks | json | T | all
-POST /similarity | tasks | json | T | all
-POST /nsp | tasks | json | T | all
-POST /qa | tasks | json | T | all
-POST /classify | tasks | json | T | all
-POST /token-classification | tasks | json | T | all
-POST / | tasks | json raw npy | V | all
-GET / | service | html | P |
-GET /healthz | service | json | | 503
-GET /readyz | service | json | | 503
-GET /health | service | | | 503
-GET /info | service | json | |
-GET /metrics | service | text | |
-POST /admin/reload | service | json | | 401 403 409 503
-POST /tokenize | text-embeddings-inference | json | T | all
-POST /decode | text-embeddings-inference | json | T | all
-POST /predict | text-embeddings-inference | json | T | all
-POST /rerank | text-embeddings-inference | json | R | all
-POST /v1/embeddings | OpenAI | json | T | no422
-POST /embeddings | OpenAI | json | T | no422
-GET /v1/models | OpenAI | json | |
-GET /v1/models/{model} | OpenAI | json | | 404
-GET /v2 | Open Inference Protocol | json | |
-GET /v2/health/live | Open Inference Protocol | json | | 503
-GET /v2/health/ready | Open Inference Protocol | json | | 503
-GET /v2/models | Open Inference Protocol | json | |
-GET /v2/models/{model} | Open Inference Protocol | json | | 404
-GET /v2/models/{model}/ready | Open Inference Protocol | json | | 404 503
-POST /v2/models/{model}/infer | Open Inference Protocol | json raw | B | no422
-GET /v2/models/{model}/versions/{version} | Open Inference Protocol | json | | 404
-GET /v2/models/{model}/versions/{version}/ready | Open Inference Protocol | json | | 404 503
-POST /v2/models/{model}/versions/{version}/infer | Open Inference Protocol | json raw | B | no422
-POST /v2/embed | Cohere | json | T | no422
-"""
-"""Route, group, media types of a result, its headers as in `HEADERS`, and statuses of errors."""
-
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
@@ -84,43 +32,6 @@ def described(service: Service) -> dict[str, Any]:
     return document("Cloze", "1", "a server", service.routes)
 
 
-def test_what_is_documented_of_each_route(described: dict[str, Any]) -> None:
-    rows = [[cell.strip() for cell in line.split("|")] for line in TABLE.strip().splitlines()]
-    for route, group, types, headers, errors in rows:
-        method, path = route.split()
-        operation = described["paths"][path][method.lower()]
-        responses = dict(operation["responses"])
-        result = responses.pop("200")
-        assert operation["tags"] == [group], route
-        assert list(result.get("content", {})) == [TYPES[kind] for kind in types.split()], route
-        assert result["headers"].keys() == HEADERS[headers] | {"x-request-id"}, route
-        assert list(responses) == ERRORS.get(errors, errors).split(), route
-        assert ("requestBody" in operation) == (headers in ("T", "V", "B", "R")), route
-    documented = {
-        f"{method.upper()} {path}"
-        for path, operations in described["paths"].items()
-        for method in operations
-    }
-    assert documented == {row[0] for row in rows}
-
-
-def test_types_of_headers(described: dict[str, Any]) -> None:
-    numbers = {"x-truncated", "inference-header-content-length", "retry-after", "retry-after-ms"}
-    numbers |= {"x-compute-tokens"}
-    numbers |= {name for name in TIMES if name.endswith("-time")}
-    found: dict[str, set[str]] = {}
-    for operations in described["paths"].values():
-        for operation in operations.values():
-            for response in operation["responses"].values():
-                for name, header in response["headers"].items():
-                    found.setdefault(name, set()).add(header["schema"]["type"])
-    assert found == {
-        name: {"integer" if name in numbers else "number" if name == "x-scale" else "string"}
-        for name in found
-    }
-    assert {"x-scale", *numbers} <= found.keys()
-
-
 def fields(described: dict[str, Any], name: str) -> str:
     """Return the fields of a schema, those that may be absent with their defaults."""
     schema = described["components"]["schemas"][name]
@@ -131,75 +42,6 @@ def fields(described: dict[str, Any], name: str) -> str:
     ]
     more = " ..." if schema.get("additionalProperties") else ""
     return " ".join(shown) + more
-
-
-def test_fields_of_bodies(described: dict[str, Any]) -> None:
-    cut = "truncate=None truncation_direction=None long_text=None"
-    for name, expected in {
-        "FillMaskBody": "inputs parameters=None model=None",
-        "SimilarityBody": "inputs parameters=None model=None ...",
-        "EmbedSparseBody": f"return_usage=None {cut} prompt_name=None input_type=None top_k=None "
-        "return_tokens=None inputs model=None ...",
-        "DispatchBody": "inputs parameters=None ...",
-        "PredictBody": f"{cut} inputs raw_scores=False model=None ...",
-        "RerankBody": f"query texts return_usage=None {cut} raw_scores=None return_text=False model=None ...",
-        "TokenizeBody": "add_special_tokens=True prompt_name=None inputs model=None ...",
-        "DecodeBody": "skip_special_tokens=True ids model=None ...",
-        "OpenAiEmbeddingsBody": "input model encoding_format=None dimensions=None input_type=None "
-        "truncate=None truncation=None output_dtype=None normalized=None user=None",
-        "CohereEmbedBody": "model input_type texts=None inputs=None embedding_types=None "
-        "output_dimension=None truncate=None priority=None",
-        "InferBody": "inputs id=None outputs=None parameters=None",
-        "InferInput": "name shape datatype parameters=None data=None",
-        "InferOutput": "name parameters=None",
-        "EmbedReport": "result usage",
-    }.items():
-        assert fields(described, name) == expected, name
-    schemas = described["components"]["schemas"]
-    assert schemas["InferInput"]["properties"]["datatype"]["const"] == "BYTES"
-    pairs = schemas["PredictBody"]["properties"]["inputs"]["anyOf"]
-    assert [(one.get("minItems"), one.get("maxItems")) for one in pairs] == [
-        (None, None), (1, 2), (1, None),
-    ]  # fmt: skip
-    dimensions = schemas["OpenAiEmbeddingsBody"]["properties"]["dimensions"]["anyOf"]
-    assert dimensions[0] == {"type": "integer", "minimum": 1}
-    inputs = schemas["DispatchBody"]["properties"]["inputs"]
-    assert (inputs["minItems"], inputs["minLength"]) == (1, 1)
-
-
-def test_examples_have_titles(described: dict[str, Any]) -> None:
-    titles = {
-        path: list(body["content"]["application/json"].get("examples", ()))
-        for path, operations in described["paths"].items()
-        if (body := operations.get("post", {}).get("requestBody"))
-    }
-    assert all(titles.values())
-    assert titles["/predict"] == ["One text", "A text and a pair"]
-    assert titles["/rerank"] == titles["/v1/embeddings"] == ["Two texts"]
-    assert [title.partition(": ")[0] for title in titles["/"]] == list(TASKS), "one per task"
-
-
-def test_examples_fit_their_schemas(described: dict[str, Any]) -> None:
-    for path, operations in described["paths"].items():
-        if body := operations.get("post", {}).get("requestBody"):
-            content = body["content"]["application/json"]
-            for title, example in content["examples"].items():
-                value = example["value"]
-                schema = content["schema"] | {"components": described["components"]}
-                jsonschema.validate(value, schema)
-                known = described["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
-                assert value.keys() <= known["properties"].keys() | {"parameters"}, (path, title)
-                assert value.get("model", SHIPPED_NAMES[0]) in SHIPPED_NAMES
-
-
-def test_paths_of_protocols() -> None:
-    assert [protocol.prefixes for protocol in PROTOCOLS] == [
-        ("/",),
-        ("/predict", "/rerank", "/tokenize", "/decode"),
-        ("/v1/", "/embeddings"),
-        ("/v2",),
-        ("/v2/embed",),
-    ]
 
 
 OBJECT = {"source_sentence": "a", "sentences": ["b"]}

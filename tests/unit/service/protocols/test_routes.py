@@ -755,12 +755,7 @@ def test_bytes_in_and_out(service: Service) -> None:
     ],
 )  # fmt: skip
 def test_requests_of_tensors_that_are_refused(
-    service: Service,
-    model: str,
-    tensors: list[Any],
-    fields: dict[str, Any],
-    status: int,
-    code: str,
+    service: Service, model: str, tensors: list[Any], fields: dict[str, Any], status: int, code: str
 ) -> None:
     response = infer(service, model, *tensors, **fields)
     assert error_of(response) == (status, code)
@@ -772,10 +767,7 @@ def test_bytes_that_are_refused(service: Service) -> None:
     for options, code in (
         (binary([sized("text", 5, 1)], packed("a") + b"xyz"), "invalid_value"),
         (binary([sized("text", len(texts), 4)], texts), "limit_exceeded"),
-        (
-            binary([sized("text", 5, 1), sized("more", 7, 1)], packed("a") + b"123"),
-            "invalid_value",
-        ),
+        (binary([sized("text", 5, 1), sized("more", 7, 1)], packed("a") + b"123"), "invalid_value"),
         (binary([sized("text", 6, 1)], packed("a")), "invalid_value"),
     ):
         response = service.ask("POST", "/v2/models/tiny.embed/infer", **options)

@@ -6,7 +6,7 @@ import json
 import logging
 import socket
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,9 +16,10 @@ from uvicorn.server import ServerState
 
 from cloze.service.http.routes import CONNECTION, Connection
 from cloze.service.server.acceptor import ConnectionTable
-from cloze.service.server.connection import MAX_HEADER_BYTES, ServerProtocol
+from cloze.service.server.connection import ServerProtocol
 from cloze.service.settings import Settings
-from tests.support.leaping_loop import run_leaping
+
+pytestmark = pytest.mark.anyio
 
 LIMITS = Settings(header_timeout_ms=10_000, idle_timeout_ms=60_000, request_timeout_ms=30_000)
 
@@ -129,17 +130,9 @@ class World:
         return transport
 
 
-def play(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    run_leaping(test())
-
-
 async def settle(turns: int = 30) -> None:
     for _ in range(turns):
         await asyncio.sleep(0)
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def post(path: str = "/embed", body: bytes = b"1234", *headers: str, length: int = -1) -> bytes:
@@ -158,61 +151,52 @@ def statuses(transport: Transport) -> list[int]:
 # ---- requests ----------------------------------------------------------------------------------
 
 
-def test_a_request_is_answered_in_one_write() -> None:
-    async def run() -> None:
-        world = World()
-        transport = world.connect()
-        transport.protocol.data_received(post("/embed%41"))
-        await settle()
-        [answer] = transport.writes
-        assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
-        assert answer.endswith(b"\r\n\r\nok")
-        assert world.bodies == [b"1234"]
-        [scope] = world.seen
-        assert scope["raw_path"] == b"/embed%41"
-        assert scope["state"][CONNECTION] is transport.protocol
-        assert scope["client"][0] == transport.protocol.address == "192.0.2.1"
-        transport.protocol.data_received(GET)
-        await settle()
-        assert statuses(transport) == [200, 200]
-        assert world.seen[1]["path"] == "/embed"
-        transport.protocol.data_received(b"HEAD /embed HTTP/1.1\r\nhost: x\r\n\r\n")
-        await settle()
-        assert transport.writes[-1].endswith(b"\r\n\r\n")
-        assert statuses(transport) == [200, 200, 200]
-
-    play(run)
+async def test_a_request_is_answered_in_one_write() -> None:
+    world = World()
+    transport = world.connect()
+    transport.protocol.data_received(post("/embed%41"))
+    await settle()
+    [answer] = transport.writes
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert answer.endswith(b"\r\n\r\nok")
+    assert world.bodies == [b"1234"]
+    [scope] = world.seen
+    assert scope["raw_path"] == b"/embed%41"
+    assert scope["state"][CONNECTION] is transport.protocol
+    assert scope["client"][0] == transport.protocol.address == "192.0.2.1"
+    transport.protocol.data_received(GET)
+    await settle()
+    assert statuses(transport) == [200, 200]
+    assert world.seen[1]["path"] == "/embed"
+    transport.protocol.data_received(b"HEAD /embed HTTP/1.1\r\nhost: x\r\n\r\n")
+    await settle()
+    assert transport.writes[-1].endswith(b"\r\n\r\n")
+    assert statuses(transport) == [200, 200, 200]
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "DELETE"])
-def test_every_method_may_have_a_body(method: str) -> None:
-    async def run() -> None:
-        world = World()
-        transport = world.connect()
-        odd = post("/a", INNER).replace(b"POST", method.encode(), 1)
-        transport.protocol.data_received(odd + post("/b", b"12"))
-        await settle()
-        assert world.bodies == [INNER, b"12"]
-        assert statuses(transport) == [200, 200]
-
-    play(run)
+async def test_every_method_may_have_a_body(method: str) -> None:
+    world = World()
+    transport = world.connect()
+    odd = post("/a", INNER).replace(b"POST", method.encode(), 1)
+    transport.protocol.data_received(odd + post("/b", b"12"))
+    await settle()
+    assert world.bodies == [INNER, b"12"]
+    assert statuses(transport) == [200, 200]
 
 
 @pytest.mark.parametrize(
     ("target", "path"), [("/embed?x=/y", b"/embed"), ("http://host/embed%41#z", b"/embed%41")]
 )
-def test_paths_of_targets(target: str, path: bytes) -> None:
-    async def run() -> None:
-        world = World()
-        transport = world.connect()
-        transport.protocol.data_received(post(target))
-        await settle()
-        assert [scope["raw_path"] for scope in world.seen] == [path]
-        transport.protocol.data_received(post("http://:x"))
-        assert statuses(transport)[1:] == [400]
-        assert transport.is_closing()
-
-    play(run)
+async def test_paths_of_targets(target: str, path: bytes) -> None:
+    world = World()
+    transport = world.connect()
+    transport.protocol.data_received(post(target))
+    await settle()
+    assert [scope["raw_path"] for scope in world.seen] == [path]
+    transport.protocol.data_received(post("http://:x"))
+    assert statuses(transport)[1:] == [400]
+    assert transport.is_closing()
 
 
 # ---- offers of another protocol ------------------------------------------------------------------
@@ -238,74 +222,61 @@ def chunked(path: str, body: bytes, *headers: str) -> bytes:
 
 
 @pytest.mark.parametrize("offer", OFFERS.values(), ids=OFFERS)
-def test_an_offer_of_another_protocol_is_ignored(offer: tuple[str, ...]) -> None:
+async def test_an_offer_of_another_protocol_is_ignored(offer: tuple[str, ...]) -> None:
     """However the bytes are divided: each body is its request's, and none becomes a request."""
     get = "\r\n".join(("GET /get HTTP/1.1", "host: x", *offer, "", "")).encode()
     pipeline = post("/a", INNER, *offer) + get + chunked("/b", INNER, *offer) + post("/c", INNER)
     expected = [("/a", INNER), ("/get", b""), ("/b", INNER), ("/c", INNER)]
 
-    async def run() -> None:
-        divided = [[pipeline[:at], pipeline[at:]] for at in range(len(pipeline))]
-        for parts in (*divided, [pipeline[at : at + 1] for at in range(len(pipeline))]):
-            world = World()
-            transport = world.connect()
-            for part in parts:
-                transport.protocol.data_received(part)
-            while len(statuses(transport)) < 4 and not transport.is_closing():
-                await settle(1)
+    divided = [[pipeline[:at], pipeline[at:]] for at in range(len(pipeline))]
+    for parts in (*divided, [pipeline[at : at + 1] for at in range(len(pipeline))]):
+        world = World()
+        transport = world.connect()
+        for part in parts:
+            transport.protocol.data_received(part)
+        while len(statuses(transport)) < 4 and not transport.is_closing():
             await settle(1)
-            paths = [scope["path"] for scope in world.seen]
-            assert list(zip(paths, world.bodies, strict=True)) == expected
-            assert statuses(transport) == [200] * 4
-
-    play(run)
+        await settle(1)
+        paths = [scope["path"] for scope in world.seen]
+        assert list(zip(paths, world.bodies, strict=True)) == expected
+        assert statuses(transport) == [200] * 4
 
 
 @pytest.mark.parametrize(
     ("version", "connection"),
     [("1.0", "upgrade"), ("1.0", "upgrade, keep-alive"), ("1.1", "upgrade, close")],
 )
-def test_an_offer_leaves_the_connection_as_it_would_be(version: str, connection: str) -> None:
-    async def run() -> None:
-        world = World()
-        transport = world.connect()
-        head = f"POST /embed HTTP/{version}\r\nconnection: {connection}\r\nupgrade: h2c\r\n"
-        transport.protocol.data_received(f"{head}content-length: {len(INNER)}\r\n\r\n".encode())
-        await settle()
-        transport.protocol.data_received(INNER + INNER)  # one more, after the last request
-        await settle()
-        assert world.bodies == [INNER]
-        assert statuses(transport) == [200]
-        assert transport.is_closing()
-
-    play(run)
+async def test_an_offer_leaves_the_connection_as_it_would_be(version: str, connection: str) -> None:
+    world = World()
+    transport = world.connect()
+    head = f"POST /embed HTTP/{version}\r\nconnection: {connection}\r\nupgrade: h2c\r\n"
+    transport.protocol.data_received(f"{head}content-length: {len(INNER)}\r\n\r\n".encode())
+    await settle()
+    transport.protocol.data_received(INNER + INNER)  # one more, after the last request
+    await settle()
+    assert world.bodies == [INNER]
+    assert statuses(transport) == [200]
+    assert transport.is_closing()
 
 
-def test_an_offer_is_refused_as_any_request() -> None:
-    async def run() -> None:
-        world = World()
-        transport = world.connect()
-        transport.protocol.data_received(post("/full", INNER, *H2C) + post("/a", b"12", *H2C))
-        await settle()
-        assert statuses(transport) == [429, 200]
-        assert world.bodies == [b"12"]
-        asks = world.connect()
-        asks.protocol.data_received(post("/a", b"", *H2C, "expect: 100-continue", length=4))
-        await settle()
-        assert asks.writes == [b"HTTP/1.1 100 Continue\r\n\r\n"]
-
-    play(run)
+async def test_an_offer_is_refused_as_any_request() -> None:
+    world = World()
+    transport = world.connect()
+    transport.protocol.data_received(post("/full", INNER, *H2C) + post("/a", b"12", *H2C))
+    await settle()
+    assert statuses(transport) == [429, 200]
+    assert world.bodies == [b"12"]
+    asks = world.connect()
+    asks.protocol.data_received(post("/a", b"", *H2C, "expect: 100-continue", length=4))
+    await settle()
+    assert asks.writes == [b"HTTP/1.1 100 Continue\r\n\r\n"]
 
 
 @pytest.mark.parametrize(
     ("sent", "status", "code"),
     [
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505, "unsupported_http_version"),
-        (
-            b"CONNECT h:443 HTTP/1.1\r\nhost: h:443\r\n\r\n" + INNER,
-            405,
-            "method_not_allowed",
-        ),
+        (b"CONNECT h:443 HTTP/1.1\r\nhost: h:443\r\n\r\n" + INNER, 405, "method_not_allowed"),
         (b"\x16\x03\x01" + INNER, 400, "malformed_http"),
         (post("http://:x"), 400, "malformed_http"),
         (post("/a", b"12", "transfer-encoding: chunked", *H2C), 400, "malformed_http"),
@@ -316,101 +287,86 @@ def test_an_offer_is_refused_as_any_request() -> None:
         ),
     ],
 )
-def test_what_is_no_request_is_refused_and_closes(sent: bytes, status: int, code: str) -> None:
-    async def run() -> None:
-        for at in range(len(sent)):
-            world = World()
-            transport = world.connect()
-            transport.protocol.data_received(sent[:at])
-            transport.protocol.data_received(sent[at:])
-            head, body = transport.writes[-1].split(b"\r\n\r\n")
-            assert int(head.split()[1]) == status
-            assert f"\r\nx-error-code: {code}\r\n".encode() in head
-            assert json.loads(body)["code"] == code
-            assert b"\r\nconnection: close" in head
-            assert transport.is_closing()
-            await settle()
-            assert [scope["path"] for scope in world.seen] in ([], ["/"])
-            assert len(transport.writes) == 1
-
-    play(run)
-
-
-def test_received_bytes_are_parsed_in_slices() -> None:
-    async def run() -> None:
+async def test_what_is_no_request_is_refused_and_closes(
+    sent: bytes, status: int, code: str
+) -> None:
+    for at in range(len(sent)):
         world = World()
         transport = world.connect()
-        head = post(body=b"", length=20_000)
-        transport.protocol.data_received(head + bytes(20_000 - 2))
-        assert transport.calls == ["pause"], "one slice per turn of the loop"
-        transport.protocol.data_received(b"12")
+        transport.protocol.data_received(sent[:at])
+        transport.protocol.data_received(sent[at:])
+        head, body = transport.writes[-1].split(b"\r\n\r\n")
+        assert int(head.split()[1]) == status
+        assert f"\r\nx-error-code: {code}\r\n".encode() in head
+        assert json.loads(body)["code"] == code
+        assert b"\r\nconnection: close" in head
+        assert transport.is_closing()
         await settle()
-        assert transport.calls.count("resume") >= 1
-        assert transport.calls[-1] == "resume"
-        assert world.bodies == [bytes(20_000 - 2) + b"12"], "in their order"
-        transport.calls.clear()
-        transport.protocol.data_received(GET)
-        assert "pause" not in transport.calls
-
-    play(run)
+        assert [scope["path"] for scope in world.seen] in ([], ["/"])
+        assert len(transport.writes) == 1
 
 
-def test_a_large_body_pauses_reading_until_it_is_taken() -> None:
-    async def run() -> None:
-        world = World()
-        transport = world.connect()
-        transport.protocol.data_received(post(body=b"", length=200_000))
-        for _ in range(20):
-            transport.protocol.data_received(bytes(10_000))
-        await settle(100)
-        assert world.bodies == [bytes(200_000)]
-        assert transport.calls[-1] == "resume"
-
-    play(run)
-
-
-def test_headers_of_two_requests_count_apart() -> None:
-    async def run() -> None:
-        world = World()
-        transport = world.connect()
-        for _ in range(3):
-            transport.protocol.data_received(b"GET /embed HTTP/1.1\r\n")
-            for _ in range(8):
-                transport.protocol.data_received(b"x: " + b"a" * (8192 - 5) + b"\r\n")
-            transport.protocol.data_received(b"\r\n")
-            await settle()
-        assert statuses(transport) == [200] * 3, "64 KiB of headers are allowed"
-
-    play(run)
+async def test_received_bytes_are_parsed_in_slices() -> None:
+    world = World()
+    transport = world.connect()
+    head = post(body=b"", length=20_000)
+    transport.protocol.data_received(head + bytes(20_000 - 2))
+    assert transport.calls == ["pause"], "one slice per turn of the loop"
+    transport.protocol.data_received(b"12")
+    await settle()
+    assert transport.calls.count("resume") >= 1
+    assert transport.calls[-1] == "resume"
+    assert world.bodies == [bytes(20_000 - 2) + b"12"], "in their order"
+    transport.calls.clear()
+    transport.protocol.data_received(GET)
+    assert "pause" not in transport.calls
 
 
-def test_headers_have_a_limit(caplog: pytest.LogCaptureFixture) -> None:
-    assert MAX_HEADER_BYTES == 65_536
+async def test_a_large_body_pauses_reading_until_it_is_taken() -> None:
+    world = World()
+    transport = world.connect()
+    transport.protocol.data_received(post(body=b"", length=200_000))
+    for _ in range(20):
+        transport.protocol.data_received(bytes(10_000))
+    await settle(100)
+    assert world.bodies == [bytes(200_000)]
+    assert transport.calls[-1] == "resume"
 
-    async def run() -> None:
-        world = World()
-        transport = world.connect()
+
+async def test_headers_of_two_requests_count_apart() -> None:
+    world = World()
+    transport = world.connect()
+    for _ in range(3):
         transport.protocol.data_received(b"GET /embed HTTP/1.1\r\n")
         for _ in range(8):
             transport.protocol.data_received(b"x: " + b"a" * (8192 - 5) + b"\r\n")
-        assert transport.writes == []
-        transport.protocol.data_received(b"y")
-        [answer] = transport.writes
-        head, body = answer.split(b"\r\n\r\n")
-        lines = head.split(b"\r\n")
-        assert lines[0] == b"HTTP/1.1 431 Request Header Fields Too Large"
-        assert set(lines[1:]) == {
-            b"content-type: application/json", b"content-length: %d" % len(body),
-            b"connection: close", b"x-error-code: headers_too_large",
-        }  # fmt: skip
-        message = "the request's headers have more than 65536 bytes, the limit"
-        code = "headers_too_large"
-        assert json.loads(body) == {"error": message, "error_type": "Validation", "code": code}
-        assert transport.is_closing()
-        assert f"a request was refused: {message}" in caplog.text
-        transport.protocol.data_received(b"z")
+        transport.protocol.data_received(b"\r\n")
+        await settle()
+    assert statuses(transport) == [200] * 3, "64 KiB of headers are allowed"
 
-    play(run)
+
+async def test_headers_have_a_limit(caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+    transport = world.connect()
+    transport.protocol.data_received(b"GET /embed HTTP/1.1\r\n")
+    for _ in range(8):
+        transport.protocol.data_received(b"x: " + b"a" * (8192 - 5) + b"\r\n")
+    assert transport.writes == []
+    transport.protocol.data_received(b"y")
+    [answer] = transport.writes
+    head, body = answer.split(b"\r\n\r\n")
+    lines = head.split(b"\r\n")
+    assert lines[0] == b"HTTP/1.1 431 Request Header Fields Too Large"
+    assert set(lines[1:]) == {
+        b"content-type: application/json", b"content-length: %d" % len(body),
+        b"connection: close", b"x-error-code: headers_too_large",
+    }  # fmt: skip
+    message = "the request's headers have more than 65536 bytes, the limit"
+    code = "headers_too_large"
+    assert json.loads(body) == {"error": message, "error_type": "Validation", "code": code}
+    assert transport.is_closing()
+    assert f"a request was refused: {message}" in caplog.text
+    transport.protocol.data_received(b"z")
 
 
 # ---- time --------------------------------------------------------------------------------------
@@ -426,282 +382,234 @@ def reasons(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     ]
 
 
-def test_a_connection_without_a_request_ends(reasons: Callable[[], list[str]]) -> None:
-    async def run() -> None:
-        silent = World().connect()
-        await asyncio.sleep(59.9)
-        assert not silent.is_closing()
-        await asyncio.sleep(1)
-        assert silent.closed_at == pytest.approx(60.0)
-        assert silent.calls == ["close"]
-        assert reasons() == ["it sent no request in time"]
-
-    play(run)
+async def test_a_connection_without_a_request_ends(reasons: Callable[[], list[str]]) -> None:
+    silent = World().connect()
+    await asyncio.sleep(59.9)
+    assert not silent.is_closing()
+    await asyncio.sleep(1)
+    assert silent.closed_at == pytest.approx(60.0)
+    assert silent.calls == ["close"]
+    assert reasons() == ["it sent no request in time"]
 
 
-def test_the_time_without_a_request_begins_with_the_last_answer() -> None:
-    async def run() -> None:
-        transport = World().connect()
-        await asyncio.sleep(50)
-        transport.protocol.data_received(GET)
-        await asyncio.sleep(59)
-        assert statuses(transport) == [200]
-        assert not transport.is_closing()
-        await asyncio.sleep(2)
-        assert transport.closed_at == pytest.approx(110.0)
-
-    play(run)
+async def test_the_time_without_a_request_begins_with_the_last_answer() -> None:
+    transport = World().connect()
+    await asyncio.sleep(50)
+    transport.protocol.data_received(GET)
+    await asyncio.sleep(59)
+    assert statuses(transport) == [200]
+    assert not transport.is_closing()
+    await asyncio.sleep(2)
+    assert transport.closed_at == pytest.approx(110.0)
 
 
-def test_headers_must_arrive_in_time(reasons: Callable[[], list[str]]) -> None:
-    async def run() -> None:
-        transport = World().connect()
-        await asyncio.sleep(7)
-        transport.protocol.data_received(GET[:9])
-        await asyncio.sleep(3)
-        transport.protocol.data_received(GET[9:12])
-        await asyncio.sleep(20)
-        assert transport.closed_at == pytest.approx(17.0)
-        assert reasons() == ["the headers of its request did not arrive in time"]
-
-    play(run)
+async def test_headers_must_arrive_in_time(reasons: Callable[[], list[str]]) -> None:
+    transport = World().connect()
+    await asyncio.sleep(7)
+    transport.protocol.data_received(GET[:9])
+    await asyncio.sleep(3)
+    transport.protocol.data_received(GET[9:12])
+    await asyncio.sleep(20)
+    assert transport.closed_at == pytest.approx(17.0)
+    assert reasons() == ["the headers of its request did not arrive in time"]
 
 
-def test_headers_behind_a_request_keep_their_time_when_it_is_answered(
+async def test_headers_behind_a_request_keep_their_time_when_it_is_answered(
     reasons: Callable[[], list[str]],
 ) -> None:
-    async def run() -> None:
-        world = World()
-        transport = world.connect()
-        transport.protocol.data_received(post("/hang") + GET[:9])
-        await asyncio.sleep(3)
-        world.release.set()
-        await asyncio.sleep(20)
-        assert statuses(transport) == [200]
-        assert transport.closed_at == pytest.approx(10.0)
-        assert reasons() == ["the headers of its request did not arrive in time"]
-
-    play(run)
+    world = World()
+    transport = world.connect()
+    transport.protocol.data_received(post("/hang") + GET[:9])
+    await asyncio.sleep(3)
+    world.release.set()
+    await asyncio.sleep(20)
+    assert statuses(transport) == [200]
+    assert transport.closed_at == pytest.approx(10.0)
+    assert reasons() == ["the headers of its request did not arrive in time"]
 
 
-def test_a_connection_that_sends_headers_makes_room_for_a_new_one() -> None:
-    async def run() -> None:
-        world = World(most=1)
-        begun = world.connect()
-        begun.protocol.data_received(GET[:9])
-        second = world.connect()
-        assert begun.is_closing()
-        await settle()
-        second.protocol.data_received(post("/hang") + GET[:9])
-        await settle()
-        assert world.connect().is_closing(), "its request runs"
-        await settle()
-        world.release.set()
-        await settle()
-        assert not world.connect().is_closing()
-        assert second.is_closing()
-
-    play(run)
+async def test_a_connection_that_sends_headers_makes_room_for_a_new_one() -> None:
+    world = World(most=1)
+    begun = world.connect()
+    begun.protocol.data_received(GET[:9])
+    second = world.connect()
+    assert begun.is_closing()
+    await settle()
+    second.protocol.data_received(post("/hang") + GET[:9])
+    await settle()
+    assert world.connect().is_closing(), "its request runs"
+    await settle()
+    world.release.set()
+    await settle()
+    assert not world.connect().is_closing()
+    assert second.is_closing()
 
 
-def test_the_body_and_the_answer_have_limits_elsewhere() -> None:
-    async def run() -> None:
-        world = World()
-        slow, hanging = world.connect(), world.connect()
-        slow.protocol.data_received(post(length=9))
-        hanging.protocol.data_received(post("/hang"))
-        await asyncio.sleep(10_000)
-        assert not slow.is_closing()
-        assert not hanging.is_closing()
-        world.release.set()
-        await asyncio.sleep(61)
-        assert statuses(hanging) == [200]
-        assert hanging.closed_at == pytest.approx(10_060.0)
-
-    play(run)
+async def test_the_body_and_the_answer_have_limits_elsewhere() -> None:
+    world = World()
+    slow, hanging = world.connect(), world.connect()
+    slow.protocol.data_received(post(length=9))
+    hanging.protocol.data_received(post("/hang"))
+    await asyncio.sleep(10_000)
+    assert not slow.is_closing()
+    assert not hanging.is_closing()
+    world.release.set()
+    await asyncio.sleep(61)
+    assert statuses(hanging) == [200]
+    assert hanging.closed_at == pytest.approx(10_060.0)
 
 
-def test_a_request_may_take_longer_than_a_connection_may_be_idle() -> None:
+async def test_a_request_may_take_longer_than_a_connection_may_be_idle() -> None:
     """Also if its head arrived in part before the last answer, or in many parts."""
 
-    async def run() -> None:
-        world = World()
-        after, behind = world.connect(), world.connect()
-        after.protocol.data_received(GET)
-        behind.protocol.data_received(GET + post("/hang")[:9])
-        await asyncio.sleep(9)
-        assert statuses(after) == statuses(behind) == [200]
-        after.protocol.data_received(post("/hang"))
-        behind.protocol.data_received(post("/hang")[9:])
-        await asyncio.sleep(500)
-        assert not after.is_closing()
-        assert not behind.is_closing()
-        world.release.set()
-        await settle()
-        assert statuses(after) == statuses(behind) == [200, 200]
-
-    play(run)
+    world = World()
+    after, behind = world.connect(), world.connect()
+    after.protocol.data_received(GET)
+    behind.protocol.data_received(GET + post("/hang")[:9])
+    await asyncio.sleep(9)
+    assert statuses(after) == statuses(behind) == [200]
+    after.protocol.data_received(post("/hang"))
+    behind.protocol.data_received(post("/hang")[9:])
+    await asyncio.sleep(500)
+    assert not after.is_closing()
+    assert not behind.is_closing()
+    world.release.set()
+    await settle()
+    assert statuses(after) == statuses(behind) == [200, 200]
 
 
-def test_a_head_that_begins_in_time_may_end_when_an_idle_connection_would_have() -> None:
-    async def run() -> None:
-        transport = World().connect()
-        transport.protocol.data_received(GET)
-        await asyncio.sleep(55)
-        transport.protocol.data_received(GET[:9])
-        await asyncio.sleep(8)
-        transport.protocol.data_received(GET[9:])
-        await settle()
-        assert statuses(transport) == [200, 200]
-
-    play(run)
+async def test_a_head_that_begins_in_time_may_end_when_an_idle_connection_would_have() -> None:
+    transport = World().connect()
+    transport.protocol.data_received(GET)
+    await asyncio.sleep(55)
+    transport.protocol.data_received(GET[:9])
+    await asyncio.sleep(8)
+    transport.protocol.data_received(GET[9:])
+    await settle()
+    assert statuses(transport) == [200, 200]
 
 
 @pytest.mark.parametrize("stray", [b"\r\n", b"\r\n\r\n"])
-def test_bytes_that_are_no_request_do_not_keep_a_connection(stray: bytes) -> None:
-    async def run() -> None:
-        fresh, used = World().connect(), World().connect()
-        used.protocol.data_received(GET)
-        for _ in range(7):
-            await asyncio.sleep(9)
-            for transport in (fresh, used):
-                if not transport.is_closing():
-                    transport.protocol.data_received(stray)
-        assert fresh.closed_at == used.closed_at == pytest.approx(60.0)
-
-    play(run)
+async def test_bytes_that_are_no_request_do_not_keep_a_connection(stray: bytes) -> None:
+    fresh, used = World().connect(), World().connect()
+    used.protocol.data_received(GET)
+    for _ in range(7):
+        await asyncio.sleep(9)
+        for transport in (fresh, used):
+            if not transport.is_closing():
+                transport.protocol.data_received(stray)
+    assert fresh.closed_at == used.closed_at == pytest.approx(60.0)
 
 
-def test_a_body_that_ends_after_its_answer_leaves_the_connection_idle() -> None:
-    async def run() -> None:
-        whole, dribbling = World().connect(), World().connect()
-        for transport in (whole, dribbling):
-            transport.protocol.data_received(post("/full", b"12", length=4000))
-        await settle()
-        assert statuses(whole) == [429]
+async def test_a_body_that_ends_after_its_answer_leaves_the_connection_idle() -> None:
+    whole, dribbling = World().connect(), World().connect()
+    for transport in (whole, dribbling):
+        transport.protocol.data_received(post("/full", b"12", length=4000))
+    await settle()
+    assert statuses(whole) == [429]
+    await asyncio.sleep(5)
+    whole.protocol.data_received(bytes(3998))
+    for _ in range(11):
+        dribbling.protocol.data_received(b"1")
         await asyncio.sleep(5)
-        whole.protocol.data_received(bytes(3998))
-        for _ in range(11):
-            dribbling.protocol.data_received(b"1")
-            await asyncio.sleep(5)
-        await asyncio.sleep(100)
-        assert whole.closed_at == pytest.approx(60.0)
-        assert dribbling.closed_at == pytest.approx(60.0), "the rest of its body is no request"
-
-    play(run)
+    await asyncio.sleep(100)
+    assert whole.closed_at == pytest.approx(60.0)
+    assert dribbling.closed_at == pytest.approx(60.0), "the rest of its body is no request"
 
 
-def test_a_short_header_time_is_kept_exactly() -> None:
-    async def run() -> None:
-        transport = World(LIMITS.model_copy(update={"header_timeout_ms": 500})).connect()
-        await asyncio.sleep(3.3)
-        transport.protocol.data_received(b"GET")
-        await asyncio.sleep(2)
-        assert transport.closed_at == pytest.approx(3.8)
-
-    play(run)
+async def test_a_short_header_time_is_kept_exactly() -> None:
+    transport = World(LIMITS.model_copy(update={"header_timeout_ms": 500})).connect()
+    await asyncio.sleep(3.3)
+    transport.protocol.data_received(b"GET")
+    await asyncio.sleep(2)
+    assert transport.closed_at == pytest.approx(3.8)
 
 
-def test_a_client_that_reads_nothing_of_an_answer_is_closed(
+async def test_a_client_that_reads_nothing_of_an_answer_is_closed(
     reasons: Callable[[], list[str]],
 ) -> None:
     """Of any answer: here it is small, but there are others before it."""
 
-    async def run() -> None:
-        world = World()
-        transport = world.connect()
+    world = World()
+    transport = world.connect()
+    transport.protocol.pause_writing()
+    transport.unsent = 70_000
+    transport.protocol.data_received(post() + post())
+    await asyncio.sleep(29)
+    assert transport.writes == []
+    assert not transport.is_closing()
+    await asyncio.sleep(2)
+    assert transport.closed_at == pytest.approx(30.0)
+    assert transport.calls[-1] == "abort"
+    assert reasons() == ["it does not read its answer"]
+    await settle()
+    assert world.closed == [transport.protocol]
+    assert transport.writes == []
+    assert not world.state.tasks, "nothing waits for it any more"
+
+
+async def test_a_client_that_reads_a_part_in_time_goes_on(reasons: Callable[[], list[str]]) -> None:
+    transport = World().connect()
+    for _ in range(5):
         transport.protocol.pause_writing()
-        transport.unsent = 70_000
-        transport.protocol.data_received(post() + post())
-        await asyncio.sleep(29)
-        assert transport.writes == []
-        assert not transport.is_closing()
-        await asyncio.sleep(2)
-        assert transport.closed_at == pytest.approx(30.0)
-        assert transport.calls[-1] == "abort"
-        assert reasons() == ["it does not read its answer"]
-        await settle()
-        assert world.closed == [transport.protocol]
-        assert transport.writes == []
-        assert not world.state.tasks, "nothing waits for it any more"
-
-    play(run)
+        await asyncio.sleep(11)
+        transport.protocol.resume_writing()
+    await asyncio.sleep(4)
+    transport.protocol.data_received(post())
+    await settle()
+    assert statuses(transport) == [200]
+    await asyncio.sleep(59)
+    assert reasons() == []
 
 
-def test_a_client_that_reads_a_part_in_time_goes_on(reasons: Callable[[], list[str]]) -> None:
-    async def run() -> None:
-        transport = World().connect()
-        for _ in range(5):
-            transport.protocol.pause_writing()
-            await asyncio.sleep(11)
-            transport.protocol.resume_writing()
-        await asyncio.sleep(4)
-        transport.protocol.data_received(post())
-        await settle()
-        assert statuses(transport) == [200]
-        await asyncio.sleep(59)
-        assert reasons() == []
-
-    play(run)
-
-
-def test_a_client_that_does_not_read_the_last_answer_is_closed(
+async def test_a_client_that_does_not_read_the_last_answer_is_closed(
     reasons: Callable[[], list[str]],
 ) -> None:
-    async def run() -> None:
-        transport = World().connect()
-        transport.unsent = 5_000
-        transport.protocol.data_received(post("/embed", b"1234", "connection: close"))
-        await asyncio.sleep(29)
-        assert transport.calls == ["resume", "close"]
-        await asyncio.sleep(2)
-        assert reasons() == ["it does not read its answer"]
-
-    play(run)
+    transport = World().connect()
+    transport.unsent = 5_000
+    transport.protocol.data_received(post("/embed", b"1234", "connection: close"))
+    await asyncio.sleep(29)
+    assert transport.calls == ["resume", "close"]
+    await asyncio.sleep(2)
+    assert reasons() == ["it does not read its answer"]
 
 
-def test_who_does_not_read_is_aborted() -> None:
-    async def run() -> None:
-        transport = World().connect()
-        transport.unsent = 5
-        transport.protocol.end("it is slow")
-        assert transport.calls == ["abort"]
-        await settle()
-        transport.protocol.end("again")
-        closed = World().connect()
-        closed.protocol.end("it is idle")
-        closed.protocol.end("it is idle")
-        assert closed.calls == ["close"]
-
-    play(run)
+async def test_who_does_not_read_is_aborted() -> None:
+    transport = World().connect()
+    transport.unsent = 5
+    transport.protocol.end("it is slow")
+    assert transport.calls == ["abort"]
+    await settle()
+    transport.protocol.end("again")
+    closed = World().connect()
+    closed.protocol.end("it is idle")
+    closed.protocol.end("it is idle")
+    assert closed.calls == ["close"]
 
 
 # ---- refusals ----------------------------------------------------------------------------------
 
 
-def test_the_body_of_a_refused_request_is_discarded_and_the_next_one_answered() -> None:
-    async def run() -> None:
-        world = World()
-        transport = world.connect()
-        large = 300_000
-        transport.protocol.data_received(post("/full", b"12", length=large))
-        await settle()
-        assert statuses(transport) == [429], "before its body has arrived"
-        for _ in range(29):
-            transport.protocol.data_received(bytes(10_000))
-        transport.protocol.data_received(INNER + bytes(10_000 - 2 - len(INNER)) + post())
-        await settle(200)
-        assert statuses(transport) == [429, 200]
-        assert world.bodies == [b"1234"]
-        transport.protocol.data_received(post("/full"))
-        await settle()
-        assert statuses(transport) == [429, 200, 429]
-        await asyncio.sleep(59)
-        assert not transport.is_closing()
-        await asyncio.sleep(2)
-        assert transport.closed_at == pytest.approx(60.0)
-
-    play(run)
+async def test_the_body_of_a_refused_request_is_discarded_and_the_next_one_answered() -> None:
+    world = World()
+    transport = world.connect()
+    large = 300_000
+    transport.protocol.data_received(post("/full", b"12", length=large))
+    await settle()
+    assert statuses(transport) == [429], "before its body has arrived"
+    for _ in range(29):
+        transport.protocol.data_received(bytes(10_000))
+    transport.protocol.data_received(INNER + bytes(10_000 - 2 - len(INNER)) + post())
+    await settle(200)
+    assert statuses(transport) == [429, 200]
+    assert world.bodies == [b"1234"]
+    transport.protocol.data_received(post("/full"))
+    await settle()
+    assert statuses(transport) == [429, 200, 429]
+    await asyncio.sleep(59)
+    assert not transport.is_closing()
+    await asyncio.sleep(2)
+    assert transport.closed_at == pytest.approx(60.0)
 
 
 @pytest.mark.parametrize(
@@ -713,269 +621,210 @@ def test_the_body_of_a_refused_request_is_discarded_and_the_next_one_answered() 
         post("/full", b"1234", "expect: 100-continue"),
     ],
 )
-def test_a_refusal_ends_connections_that_are_for_one_request(request_bytes: bytes) -> None:
-    async def run() -> None:
-        transport = World().connect()
-        transport.protocol.data_received(request_bytes)
-        await settle()
-        [answer] = transport.writes
-        assert answer.startswith(b"HTTP/1.1 429 ")
-        assert answer.count(b"\r\nconnection: close\r\n") == 1
-        assert transport.is_closing()
-
-    play(run)
+async def test_a_refusal_ends_connections_that_are_for_one_request(request_bytes: bytes) -> None:
+    transport = World().connect()
+    transport.protocol.data_received(request_bytes)
+    await settle()
+    [answer] = transport.writes
+    assert answer.startswith(b"HTTP/1.1 429 ")
+    assert answer.count(b"\r\nconnection: close\r\n") == 1
+    assert transport.is_closing()
 
 
-def test_requests_of_a_pipeline_are_answered_in_their_turn() -> None:
-    async def run() -> None:
-        world = World()
-        transport = world.connect()
-        transport.protocol.data_received(post("/hang") + post("/full") + post() + post("/full"))
-        await settle()
-        assert transport.writes == []
-        assert [scope["path"] for scope in world.seen] == ["/hang"]
-        world.release.set()
-        await settle(60)
-        assert statuses(transport) == [200, 429, 200, 429]
-        assert [scope["path"] for scope in world.seen] == ["/hang", "/full", "/embed", "/full"]
-        assert not transport.is_closing()
-        await asyncio.sleep(59)
-        assert not transport.is_closing()
-        await asyncio.sleep(2)
-        assert transport.closed_at == pytest.approx(60.0)
-
-    play(run)
+async def test_requests_of_a_pipeline_are_answered_in_their_turn() -> None:
+    world = World()
+    transport = world.connect()
+    transport.protocol.data_received(post("/hang") + post("/full") + post() + post("/full"))
+    await settle()
+    assert transport.writes == []
+    assert [scope["path"] for scope in world.seen] == ["/hang"]
+    world.release.set()
+    await settle(60)
+    assert statuses(transport) == [200, 429, 200, 429]
+    assert [scope["path"] for scope in world.seen] == ["/hang", "/full", "/embed", "/full"]
+    assert not transport.is_closing()
+    await asyncio.sleep(59)
+    assert not transport.is_closing()
+    await asyncio.sleep(2)
+    assert transport.closed_at == pytest.approx(60.0)
 
 
-def test_a_pipeline_does_not_mix_the_parts_of_its_answers() -> None:
-    async def run() -> None:
-        world = World()
-        transport = world.connect()
-        transport.protocol.data_received(post("/begins") + post("/embed") + GET)
-        await settle()
-        assert transport.writes == [], "a head waits for its body"
-        world.release.set()
-        await settle(60)
-        assert [write.count(b"HTTP/1.1 200 OK") for write in transport.writes] == [1, 1, 1]
-        assert all(write.endswith(b"\r\n\r\nok") for write in transport.writes)
-
-    play(run)
-
-
-def test_the_last_request_of_a_pipeline_may_close() -> None:
-    async def run() -> None:
-        world = World()
-        transport = world.connect()
-        last = post("/full", b"1234", "connection: close")
-        transport.protocol.data_received(post("/hang") + last)
-        await settle()
-        world.release.set()
-        await settle()
-        assert statuses(transport) == [200, 429]
-        assert transport.is_closing()
-
-    play(run)
+async def test_a_pipeline_does_not_mix_the_parts_of_its_answers() -> None:
+    world = World()
+    transport = world.connect()
+    transport.protocol.data_received(post("/begins") + post("/embed") + GET)
+    await settle()
+    assert transport.writes == [], "a head waits for its body"
+    world.release.set()
+    await settle(60)
+    assert [write.count(b"HTTP/1.1 200 OK") for write in transport.writes] == [1, 1, 1]
+    assert all(write.endswith(b"\r\n\r\nok") for write in transport.writes)
 
 
 # ---- the table of connections ------------------------------------------------------------------
 
 
-def test_the_oldest_idle_connection_makes_room(reasons: Callable[[], list[str]]) -> None:
-    async def run() -> None:
-        world = World(most=3)
-        first, second, busy = world.connect(), world.connect(), world.connect()
-        busy.protocol.data_received(post("/hang"))
-        first.protocol.data_received(GET)
-        await settle()
-        fourth = world.connect()
-        assert (first.is_closing(), second.is_closing()) == (False, True), "it is idle for longest"
-        assert reasons() == ["it made room for a new one"]
-        await settle()
-        assert world.table.closed_count == 1
-        fifth = world.connect()
-        assert first.is_closing()
-        assert not fourth.is_closing()
-        assert not fifth.is_closing()
-
-    play(run)
+async def test_the_oldest_idle_connection_makes_room(reasons: Callable[[], list[str]]) -> None:
+    world = World(most=3)
+    first, second, busy = world.connect(), world.connect(), world.connect()
+    busy.protocol.data_received(post("/hang"))
+    first.protocol.data_received(GET)
+    await settle()
+    fourth = world.connect()
+    assert (first.is_closing(), second.is_closing()) == (False, True), "it is idle for longest"
+    assert reasons() == ["it made room for a new one"]
+    await settle()
+    assert world.table.closed_count == 1
+    fifth = world.connect()
+    assert first.is_closing()
+    assert not fourth.is_closing()
+    assert not fifth.is_closing()
 
 
-def test_without_an_idle_connection_a_new_one_is_refused(
+async def test_without_an_idle_connection_a_new_one_is_refused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def run() -> None:
-        world = World(most=2)
-        busy = [world.connect(), world.connect()]
-        for transport in busy:
-            transport.protocol.data_received(post("/hang"))
-        await settle()
-        refused = world.connect()
-        [answer] = refused.writes
-        head, body = answer.split(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
-        assert b"\r\nretry-after: 1\r\n" in head
-        message = "the server has 2 connections, the most"
-        assert json.loads(body)["error"] == message
-        assert refused.is_closing()
-        assert f"a connection was refused: {message}" in caplog.text
-        await settle()
-        world.release.set()
-        await settle()
-        assert [statuses(transport) for transport in busy] == [[200], [200]]
-        again = world.connect()
-        assert not again.is_closing()
-        assert busy[0].is_closing(), "it is idle since its answer"
-        assert not busy[1].is_closing()
-
-    play(run)
+    world = World(most=2)
+    busy = [world.connect(), world.connect()]
+    for transport in busy:
+        transport.protocol.data_received(post("/hang"))
+    await settle()
+    refused = world.connect()
+    [answer] = refused.writes
+    head, body = answer.split(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+    assert b"\r\nretry-after: 1\r\n" in head
+    message = "the server has 2 connections, the most"
+    assert json.loads(body)["error"] == message
+    assert refused.is_closing()
+    assert f"a connection was refused: {message}" in caplog.text
+    await settle()
+    world.release.set()
+    await settle()
+    assert [statuses(transport) for transport in busy] == [[200], [200]]
+    again = world.connect()
+    assert not again.is_closing()
+    assert busy[0].is_closing(), "it is idle since its answer"
+    assert not busy[1].is_closing()
 
 
-def test_connections_that_open_before_others_have_closed() -> None:
-    async def run() -> None:
-        world = World(most=2)
-        olds = [world.connect(), world.connect()]
-        news = [world.connect(), world.connect()]
-        assert [old.is_closing() for old in olds] == [True, True]
-        assert [new.is_closing() for new in news] == [False, False]
-
-    play(run)
+async def test_connections_that_open_before_others_have_closed() -> None:
+    world = World(most=2)
+    olds = [world.connect(), world.connect()]
+    news = [world.connect(), world.connect()]
+    assert [old.is_closing() for old in olds] == [True, True]
+    assert [new.is_closing() for new in news] == [False, False]
 
 
-def test_an_address_has_a_limit() -> None:
-    async def run() -> None:
-        world = World(LIMITS.model_copy(update={"max_connections_per_address": 2}))
-        own = [world.connect(), world.connect()]
-        assert not any(one.is_closing() for one in own)
-        third = world.connect()
-        message = "the address has 3 connections, and 2 at most"
-        assert json.loads(third.writes[0].split(b"\r\n\r\n")[1])["error"] == message
-        assert not world.connect("192.0.2.2").is_closing()
-        await settle()
-        assert world.connect().is_closing()
-        await settle()
-        own[0].close()
-        await settle()
-        assert not world.connect().is_closing()
-        own[1].close()
-        await settle()
-        assert world.table._by_address == {"192.0.2.1": 1, "192.0.2.2": 1}
-        assert world.table._open == 2
-
-    play(run)
+async def test_an_address_has_a_limit() -> None:
+    world = World(LIMITS.model_copy(update={"max_connections_per_address": 2}))
+    own = [world.connect(), world.connect()]
+    assert not any(one.is_closing() for one in own)
+    third = world.connect()
+    message = "the address has 3 connections, and 2 at most"
+    assert json.loads(third.writes[0].split(b"\r\n\r\n")[1])["error"] == message
+    assert not world.connect("192.0.2.2").is_closing()
+    await settle()
+    assert world.connect().is_closing()
+    await settle()
+    own[0].close()
+    await settle()
+    assert not world.connect().is_closing()
+    own[1].close()
+    await settle()
+    assert world.table._by_address == {"192.0.2.1": 1, "192.0.2.2": 1}
+    assert world.table._open == 2
 
 
-def test_no_limit_per_address_by_default() -> None:
-    async def run() -> None:
-        world = World()
-        assert not any(world.connect().is_closing() for _ in range(50))
-
-    play(run)
-
-
-def test_a_lost_connection_leaves_nothing(reasons: Callable[[], list[str]]) -> None:
-    async def run() -> None:
-        world = World()
-        hanging, answered, quiet = world.connect(), world.connect(), world.connect()
-        hanging.protocol.data_received(post("/hang"))
-        answered.protocol.data_received(GET)
-        await settle()
-        for transport in (hanging, answered, quiet):
-            transport.protocol.pause_writing()
-            transport.lose()
-            transport.protocol.on_response_complete()
-        assert world.closed == [hanging.protocol, answered.protocol, quiet.protocol]
-        assert (world.table._open, world.table.closed_count) == (0, 3)
-        assert not world.table.idle
-        assert not world.table._by_address, "else it grows by each address"
-        await asyncio.sleep(120)
-        assert reasons() == [], "their timers have ended"
-
-    play(run)
+async def test_a_lost_connection_leaves_nothing(reasons: Callable[[], list[str]]) -> None:
+    world = World()
+    hanging, answered, quiet = world.connect(), world.connect(), world.connect()
+    hanging.protocol.data_received(post("/hang"))
+    answered.protocol.data_received(GET)
+    await settle()
+    for transport in (hanging, answered, quiet):
+        transport.protocol.pause_writing()
+        transport.lose()
+        transport.protocol.on_response_complete()
+    assert world.closed == [hanging.protocol, answered.protocol, quiet.protocol]
+    assert (world.table._open, world.table.closed_count) == (0, 3)
+    assert not world.table.idle
+    assert not world.table._by_address, "else it grows by each address"
+    await asyncio.sleep(120)
+    assert reasons() == [], "their timers have ended"
 
 
 @pytest.mark.parametrize("path", ["/hang", "/begins"])
 @pytest.mark.parametrize("behind", [b"", post(), GET[:9]], ids=["alone", "whole", "part"])
-def test_a_client_that_leaves_is_told_to_its_request(
+async def test_a_client_that_leaves_is_told_to_its_request(
     path: str, behind: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever else it has sent, and whatever the request answers then."""
 
-    async def run() -> None:
-        world, calls = World(), list[str]()
-        transport = world.connect()
-        transport.protocol.data_received(post(path) + behind)
-        await settle()
-        transport.protocol.on_lost = lambda: calls.append(str(transport.protocol.is_lost))
-        transport.lose()
-        assert calls == ["True"]
-        world.release.set()
-        await settle()
-        assert transport.writes == []
-        assert len(world.seen) == 1, "those behind it are not started"
-        assert not world.state.tasks
-        assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
-
-    play(run)
+    world, calls = World(), list[str]()
+    transport = world.connect()
+    transport.protocol.data_received(post(path) + behind)
+    await settle()
+    transport.protocol.on_lost = lambda: calls.append(str(transport.protocol.is_lost))
+    transport.lose()
+    assert calls == ["True"]
+    world.release.set()
+    await settle()
+    assert transport.writes == []
+    assert len(world.seen) == 1, "those behind it are not started"
+    assert not world.state.tasks
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-def test_a_closed_connection_is_freed_when_its_cycles_are_collected() -> None:
-    async def run() -> None:
-        world = World()
-        transport = world.connect()
-        transport.protocol.data_received(post() + post("/hang") + post())
-        await settle()
-        transport.lose()
-        world.release.set()
-        await settle()
-        world.closed.clear()
-        world.seen.clear()
-        freed = weakref.ref(transport.protocol)
-        del transport
-        gc.collect()
-        assert freed() is None
-
-    play(run)
+async def test_a_closed_connection_is_freed_when_its_cycles_are_collected() -> None:
+    world = World()
+    transport = world.connect()
+    transport.protocol.data_received(post() + post("/hang") + post())
+    await settle()
+    transport.lose()
+    world.release.set()
+    await settle()
+    world.closed.clear()
+    world.seen.clear()
+    freed = weakref.ref(transport.protocol)
+    del transport
+    gc.collect()
+    assert freed() is None
 
 
 # ---- the end of the server ---------------------------------------------------------------------
 
 
-def test_a_drain_ends_idle_connections_and_those_that_open_late() -> None:
-    async def run() -> None:
-        world = World()
-        idle, hanging = world.connect(), world.connect()
-        hanging.protocol.data_received(post("/hang"))
-        await settle()
-        world.table.is_draining = True
-        for transport in (idle, hanging):
-            transport.protocol.shutdown()
-        late = world.connect()
-        assert (idle.is_closing(), hanging.is_closing(), late.is_closing()) == (True, False, True)
-        await asyncio.sleep(100)
-        assert not hanging.is_closing(), "the drain limits the time of bodies only"
-        world.release.set()
-        await settle()
-        assert statuses(hanging) == [200]
-        assert b"connection: close" in hanging.writes[0]
-        assert hanging.is_closing()
-
-    play(run)
+async def test_a_drain_ends_idle_connections_and_those_that_open_late() -> None:
+    world = World()
+    idle, hanging = world.connect(), world.connect()
+    hanging.protocol.data_received(post("/hang"))
+    await settle()
+    world.table.is_draining = True
+    for transport in (idle, hanging):
+        transport.protocol.shutdown()
+    late = world.connect()
+    assert (idle.is_closing(), hanging.is_closing(), late.is_closing()) == (True, False, True)
+    await asyncio.sleep(100)
+    assert not hanging.is_closing(), "the drain limits the time of bodies only"
+    world.release.set()
+    await settle()
+    assert statuses(hanging) == [200]
+    assert b"connection: close" in hanging.writes[0]
+    assert hanging.is_closing()
 
 
-def test_a_drain_waits_five_seconds_for_a_body(reasons: Callable[[], list[str]]) -> None:
-    async def run() -> None:
-        world = World()
-        half, whole = world.connect(), world.connect()
-        for transport in (half, whole):
-            transport.protocol.data_received(post("/hang", b"12", length=4))
-        await asyncio.sleep(2)
-        for transport in (half, whole):
-            transport.protocol.shutdown()
-        await asyncio.sleep(4)
-        whole.protocol.data_received(b"34")
-        await asyncio.sleep(60)
-        assert half.closed_at == pytest.approx(7.0)
-        assert reasons() == ["its body did not arrive during the drain"]
-        assert not whole.is_closing()
-
-    play(run)
+async def test_a_drain_waits_five_seconds_for_a_body(reasons: Callable[[], list[str]]) -> None:
+    world = World()
+    half, whole = world.connect(), world.connect()
+    for transport in (half, whole):
+        transport.protocol.data_received(post("/hang", b"12", length=4))
+    await asyncio.sleep(2)
+    for transport in (half, whole):
+        transport.protocol.shutdown()
+    await asyncio.sleep(4)
+    whole.protocol.data_received(b"34")
+    await asyncio.sleep(60)
+    assert half.closed_at == pytest.approx(7.0)
+    assert reasons() == ["its body did not arrive during the drain"]
+    assert not whole.is_closing()

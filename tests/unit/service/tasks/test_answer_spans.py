@@ -311,17 +311,6 @@ def test_the_spans_of_an_answer_are_counted() -> None:
         best_answers(question, logits, OPTIONS, memory)
 
 
-def test_two_spans_of_a_window_are_both_extended() -> None:
-    options = QaOptions(12, 1, 4, top_k=4)
-    logits = window(LOW, (2.0, 2.0), (1.0, 1.0), LOW, LOW)
-    answers = best_answers(QUESTION, [logits], options)
-    assert isinstance(answers, list)
-    assert answers[0].answer == "doors"
-    shares = np.exp([0, -9, 2, 1, -9, -9])
-    shares /= shares.sum()
-    assert answers[0].score == pytest.approx(shares[2] ** 2 + shares[3] ** 2, rel=1e-4)
-
-
 @pytest.mark.parametrize("at_once", [1, 7, 1 << 18])
 @pytest.mark.parametrize("levels", [2, 5, None])
 def test_spans_are_those_of_the_matrix_of_all_starts_and_ends(

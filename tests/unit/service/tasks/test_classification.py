@@ -151,15 +151,6 @@ def test_a_pair_has_two_labels() -> None:
     assert [one.score for one in labels] == pytest.approx(softmax([2, 1]), rel=1e-5)
 
 
-def test_a_list_of_pairs_has_a_list_of_labels() -> None:
-    request = prepared("nsp", [Pair(text="a", next="b"), Pair(text="b", next="a")])
-    assert tokens(request) == ["[CLS] a [SEP] b [SEP]", "[CLS] b [SEP] a [SEP]"]
-    labels = decoded("nsp", request, pair_outputs([2, 1], [1, 2]))
-    assert labels[0][0].score == pytest.approx(labels[1][1].score)
-    assert labels[0][0].score > 0.5 > labels[1][0].score
-    assert request.usage is None
-
-
 def test_candidates_are_ranked() -> None:
     request = prepared("nsp", Candidates(text="the", candidates=["a", "b", "c"]))
     ranked = decoded("nsp", request, pair_outputs([0, 1], [2, 1], [1, 1]))
@@ -366,11 +357,7 @@ def test_long_texts_are_cut_by_default() -> None:
         ({"stride": 10}, "invalid_value", "stride"),
         ({"stride": 1, "long_text": "truncate"}, "invalid_value", None),
         ({"stride": 1, "aggregation_strategy": "none"}, "invalid_value", None),
-        (
-            {"long_text": "window", "aggregation_strategy": "none"},
-            "invalid_value",
-            None,
-        ),
+        ({"long_text": "window", "aggregation_strategy": "none"}, "invalid_value", None),
     ],
 )
 def test_contradicting_parameters(parameters: dict, code: str, at: str | None) -> None:

@@ -162,10 +162,7 @@ def test_windows_have_the_mean_vector_by_their_tokens() -> None:
 
 def test_windows_begin_with_the_prompt() -> None:
     request = prepared("embed", NINE, long_text="window", prompt_name="query", return_usage=True)
-    assert tokens(request) == [
-        "[CLS] ask : a b c d e f [SEP]",
-        "[CLS] ask : f g h i [SEP]",
-    ]
+    assert tokens(request) == ["[CLS] ask : a b c d e f [SEP]", "[CLS] ask : f g h i [SEP]"]
     assert request.usage == [TextUsage(13, 13, [(0, 11), (10, 17)])]
     short = prepared("embed", "a b", long_text="window", prompt_name="query", return_usage=True)
     assert tokens(short) == ["[CLS] ask : a b [SEP]"]

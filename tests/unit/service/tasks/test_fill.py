@@ -11,11 +11,8 @@ from cloze.service.tasks import TASKS
 from cloze.service.tasks.task import TextUsage
 from tests.support.refusals import refused
 from tests.unit.service.tasks.model import (
-    CLS,
     CONTEXT,
     ID,
-    MASK,
-    SEP,
     VOCABULARY,
     decoded,
     ids,
@@ -205,12 +202,6 @@ def test_at_most_so_many_originals_are_ranked() -> None:
 def test_parameters_out_of_their_limits(parameters: dict, code: str, at: str | None) -> None:
     with refused(code, at=at):
         prepared("fill-mask", "[MASK]", **parameters)
-
-
-def test_parameters_at_their_limits() -> None:
-    prepared("fill-mask", "[MASK]", top_k=50)
-    prepared("fill-mask", "[MASK]", targets=["a"] * 50)
-    prepared("fill-mask", "[MASK]", targets=["a" * 200])
 
 
 def test_predictions_and_masks_are_limited_per_request() -> None:
@@ -410,12 +401,6 @@ def test_the_rounds_of_joint_fillings_are_limited(
             decode=method,
             top_k=top_k,
         )
-
-
-def test_special_tokens_frame_each_text() -> None:
-    [encoding] = prepared("fill-mask", "[MASK]").encodings
-    assert encoding.input_ids.tolist() == [CLS, MASK, SEP]
-    assert encoding.token_type_ids.tolist() == [0, 0, 0]
 
 
 def test_a_beam_is_as_wide_as_the_fillings_that_are_asked_for() -> None:

@@ -64,10 +64,7 @@ def test_queries_have_a_marker_and_are_filled() -> None:
 
 def test_documents_have_a_marker_and_no_vectors_of_skipped_tokens() -> None:
     request = prepared("embed-all", ["the , door .", "the . , old . year . door"], MODEL)
-    assert tokens(request) == [
-        "[CLS] ! the , door . [SEP]",
-        "[CLS] ! the . , old . [SEP]",
-    ]
+    assert tokens(request) == ["[CLS] ! the , door . [SEP]", "[CLS] ! the . , old . [SEP]"]
     assert keys(request) == [0, 0]
     first, second = decoded("embed-all", request, vectors(7, 8), MODEL)
     assert (first[:, 0] / 2).tolist() == [0, 1, 2, 4, 6]
@@ -91,11 +88,7 @@ def test_places_are_those_of_the_vectors() -> None:
     assert result.offsets == [None, None, (0, 3), (6, 10), None]
     assert len(result.embeddings) == 5
     cut = prepared(
-        "embed-all",
-        ["a b c d e f g"],
-        MODEL,
-        return_offsets=True,
-        truncation_direction="left",
+        "embed-all", ["a b c d e f g"], MODEL, return_offsets=True, truncation_direction="left"
     )
     assert tokens(cut) == ["[CLS] ! c d e f g [SEP]"]
     assert cut.state.offsets == [[None, None, *((n, n + 1) for n in range(4, 14, 2)), None]]

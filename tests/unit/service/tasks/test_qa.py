@@ -93,8 +93,7 @@ def test_each_question_gets_the_answer_of_its_windows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "threshold", "answer"),
-    [(4, None, "b"), (4, -3.0, ""), (6, None, ""), (6, 3.0, "b")],
+    ("first", "threshold", "answer"), [(4, None, "b"), (4, -3.0, ""), (6, None, ""), (6, 3.0, "b")]
 )
 def test_the_threshold_of_the_manifest_decides(
     first: int, threshold: float | None, answer: str

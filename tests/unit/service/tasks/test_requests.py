@@ -139,14 +139,6 @@ def test_spans_are_scaled_or_cut_as_whole_vectors_are() -> None:
     np.testing.assert_allclose(decoded("embed", request, outputs), [[0.6, 0.8]], rtol=1e-6)
 
 
-def test_a_short_text_is_not_refused() -> None:
-    prepared("text-classification", "a", long_text="error")
-    prepared("text-classification", "a", truncate=False)
-    prepared("embed", "a", long_text="error")
-    prepared("token-classification", "a", long_text="error")
-    prepared("nsp", Pair(text="a", next="b"), long_text="error")
-
-
 @pytest.mark.parametrize(
     ("task", "inputs", "parameters", "rows"),
     [
@@ -191,11 +183,6 @@ def test_no_mask_has_more_predictions_than_the_vocabulary_has_tokens() -> None:
     prepared("fill-mask", "[MASK]", wide, top_k=len(ID))
     with refused("invalid_value", 1, len(ID), at="top_k"):
         prepared("fill-mask", "[MASK]", wide, top_k=len(ID) + 1)
-
-
-def test_the_usage_of_a_short_text() -> None:
-    for task in ("token-classification", "score", "text-classification", "embed"):
-        assert prepared(task, "a b", return_usage=True).usage == [TextUsage(4, 4)], task
 
 
 def test_only_some_tasks_take_long() -> None:

@@ -39,10 +39,6 @@ def logits(*values: float) -> list[dict[str, Any]]:
     return [{name: ArrayResult(np.array([v], np.float32))} for v in values]
 
 
-def test_the_task_is_named_as_its_route() -> None:
-    assert (rerank.TASK.name, rerank.TASK.route) == ("rerank", "/rerank")
-
-
 def test_a_classifier_of_one_label_ranks_pairs_of_query_and_text() -> None:
     request = asked(["a", "b", "c"])
     assert tokens(request) == [f"[CLS] the door [SEP] {text} [SEP]" for text in "abc"]
@@ -85,14 +81,6 @@ def test_any_other_model_ranks_by_the_similarity_of_embeddings(model: TaskContex
         (1, pytest.approx(0.6)),
         (0, pytest.approx(0)),
     ]
-
-
-def test_a_model_without_labels_does_not_classify() -> None:
-    described = CONTEXT.manifest
-    without = described.model_copy(update={"heads": {}})
-    assert rerank.scorer_of(without) == "similarity"
-    assert rerank.scorer_of(described) == "similarity"
-    assert rerank.scorer_of(CLASSIFIER.manifest) == "classifier"
 
 
 def test_texts_of_equal_score_keep_their_order() -> None:

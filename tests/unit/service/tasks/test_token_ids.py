@@ -10,16 +10,7 @@ from cloze.service.tasks import token_ids
 from cloze.service.tasks.task import PreparedRequest, TaskContext
 from cloze.service.tasks.token_ids import DECODE, TOKENIZE, Token
 from tests.support.refusals import refused
-from tests.unit.service.tasks.model import (
-    CLS,
-    CONTEXT,
-    ID,
-    SEP,
-    UNK,
-    VOCABULARY,
-    ids,
-    limited,
-)
+from tests.unit.service.tasks.model import CLS, CONTEXT, ID, SEP, UNK, VOCABULARY, ids, limited
 
 
 def tokenized(inputs: Any, model: TaskContext = CONTEXT, **parameters: Any) -> PreparedRequest[Any]:
@@ -31,12 +22,6 @@ def all_tokens(inputs: Any, model: TaskContext = CONTEXT, **parameters: Any) -> 
     request = tokenized(inputs, model, **parameters)
     tokens: list[list[Token]] = TOKENIZE.decode(request.state, [], model)
     return tokens
-
-
-def test_the_tasks_are_named_as_their_routes() -> None:
-    assert (TOKENIZE.name, TOKENIZE.route) == ("tokenize", "/tokenize")
-    assert (DECODE.name, DECODE.route) == ("decode", "/decode")
-    assert (TOKENIZE.heads, DECODE.heads) == ((), ())
 
 
 def test_tokens_have_their_places_between_special_tokens() -> None:
@@ -63,11 +48,7 @@ def test_places_are_in_bytes_of_the_text() -> None:
     # Characters of two, two, three and four bytes: the limits of each length, and one below.
     text = "a\u00e9\u07ff\u0800\U00010000 \u007f\u0080\uffff a"
     first, *_, last = all_tokens(text, add_special_tokens=False)[0]
-    assert (first.start, last.start, last.stop) == (
-        0,
-        len(text[:-1].encode()),
-        len(text.encode()),
-    )
+    assert (first.start, last.start, last.stop) == (0, len(text[:-1].encode()), len(text.encode()))
     for index, character in enumerate(text):
         prefix = text[: index + 1]
         assert token_ids.byte_ends(text)[index + 1] == len(prefix.encode()), character

@@ -66,10 +66,7 @@ def test_only_the_first_unknown_field_is_reported() -> None:
     assert errors_of(Parts, many) == [(("unknown_0",), "extra_forbidden")]
     assert errors_of(NoParameters, many) == [(("unknown_0",), "extra_forbidden")]
     body = {"numbers": ["a"], "y": 1, "pair": [1, 2], "by_name": {}, "x": 1}
-    assert errors_of(Parts, body) == [
-        (("numbers", 0), "int_type"),
-        (("y",), "extra_forbidden"),
-    ]
+    assert errors_of(Parts, body) == [(("numbers", 0), "int_type"), (("y",), "extra_forbidden")]
 
 
 def test_known_fields_stay_beside_an_unknown_one() -> None:

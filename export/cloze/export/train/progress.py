@@ -120,6 +120,6 @@ def draw_curves(run_dir: Path) -> Path:
         axes.set(title=title, xlabel="step")
         axes.grid(alpha=0.3)
         if drawn:
-            axes.legend()
+            axes.legend(loc="upper left")
     figure.savefig(run_dir / CURVES, dpi=110)
     return run_dir / CURVES

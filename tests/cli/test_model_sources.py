@@ -53,12 +53,18 @@ def test_a_directory_is_exported_once_and_served(checkpoint: Path, tmp_path: Pat
     assert Store(store).references() == ["my-bert@1"]
 
 
-def test_only_other_contents_are_exported_again(checkpoint: Path, tmp_path: Path) -> None:
+def test_only_other_contents_are_exported_again(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert resolved(tmp_path, str(checkpoint))[0] == "my-bert@1"
     for file in checkpoint.iterdir():
         os.utime(file, (1, 1))
     assert resolved(tmp_path, str(checkpoint)) == ("my-bert@1", []), "the same bytes at other times"
     assert resolved(tmp_path, str(checkpoint)) == ("my-bert@1", []), "the times are recorded"
+    (checkpoint / "checkpoint-500").mkdir()
+    (checkpoint / "checkpoint-500" / "optimizer.pt").write_bytes(b"0" * 1000)
+    monkeypatch.chdir(tmp_path)
+    assert resolved(tmp_path, "./my bert!") == ("my-bert@1", []), "another path of the same source"
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps(config | {"note": "changed"}))
     assert resolved(tmp_path, str(checkpoint))[0] == "my-bert@1", "the bundle would be the same"
@@ -66,14 +72,6 @@ def test_only_other_contents_are_exported_again(checkpoint: Path, tmp_path: Path
     assert resolved(tmp_path, str(checkpoint))[0] == "my-bert@2"
     Store(tmp_path / "store").remove("my-bert@2")
     assert resolved(tmp_path, str(checkpoint))[0] == "my-bert@2", "the bundle was gone"
-
-
-def test_a_relative_path_is_the_same_source(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert resolved(tmp_path, str(checkpoint))[0] == "my-bert@1"
-    monkeypatch.chdir(tmp_path)
-    assert resolved(tmp_path, "./my bert!") == ("my-bert@1", [])
 
 
 def test_int8_is_exported_when_it_is_asked_for(checkpoint: Path, tmp_path: Path) -> None:
@@ -142,13 +140,6 @@ def test_a_checkpoint_that_changes_during_its_export_is_exported_again(
     assert resolved(tmp_path, str(checkpoint))[0] == "my-bert@1"
     monkeypatch.undo()
     assert resolved(tmp_path, str(checkpoint))[0] == "my-bert@2"
-
-
-def test_other_files_of_a_training_run_do_not_matter(checkpoint: Path, tmp_path: Path) -> None:
-    assert resolved(tmp_path, str(checkpoint))[0] == "my-bert@1"
-    (checkpoint / "checkpoint-500").mkdir()
-    (checkpoint / "checkpoint-500" / "optimizer.pt").write_bytes(b"0" * 1000)
-    assert resolved(tmp_path, str(checkpoint)) == ("my-bert@1", [])
 
 
 def test_an_unknown_home_is_one_line(tmp_path: Path) -> None:

@@ -18,20 +18,19 @@ from tests.support.kustomize import Object, of_kind, rendered
 ROOT = Path(__file__).parents[2]
 INSTALLER = ROOT.parent / "shared/tools/helm-and-kubectl"
 
+_ALONE: dict[str, dict[str, Any]] = {
+    "keys": {"keys": {"secret": "cloze-keys"}},
+    "models": {"models": {"address": "hub:org/bert@1"}},
+    "store": {"store": {"claim": "cloze-bundles"}},
+    "bundle-image": {"store": {"image": "registry.example/my-bert:1"}},
+    "route": {"route": {"gateway": "gateway"}},
+    "autoscaling": {"autoscaling": {"enabled": True}},
+}
+_TOGETHER = ("keys", "models", "route", "autoscaling")
 COMPONENTS: dict[tuple[str, ...], dict[str, Any]] = {
     (): {},
-    ("keys",): {"keys": {"secret": "cloze-keys"}},
-    ("models",): {"models": {"address": "hub:org/bert@1"}},
-    ("store",): {"store": {"claim": "cloze-bundles"}},
-    ("bundle-image",): {"store": {"image": "registry.example/my-bert:1"}},
-    ("route",): {"route": {"gateway": "gateway"}},
-    ("autoscaling",): {"autoscaling": {"enabled": True}},
-    ("keys", "models", "route", "autoscaling"): {
-        "keys": {"secret": "cloze-keys"},
-        "models": {"address": "hub:org/bert@1"},
-        "route": {"gateway": "gateway"},
-        "autoscaling": {"enabled": True},
-    },
+    **{(name,): values for name, values in _ALONE.items()},
+    _TOGETHER: {name: _ALONE[name][name] for name in _TOGETHER},
 }
 """The components of k8s/ that values stand for."""
 

@@ -18,6 +18,7 @@ from tests.deploy.test_image import build_export
 from tests.export.test_hub import COMMIT, FakeHub, hub  # noqa: F401  # a fixture
 from tests.support import containers
 from tests.support.containers import answers, call, podman
+from tests.support.kustomize import of_kind
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
@@ -121,9 +122,7 @@ def test_the_probes_of_a_pod_answer(cpu_image: str, tmp_path: Path, resource: st
             patch(in_container("containers", host_port), in_container("containers", NEVER_PULLED))
         ],
     )
-    (deployment,) = [
-        each for each in yaml.safe_load_all(pods.read_text()) if each["kind"] == "Deployment"
-    ]
+    deployment = of_kind([*yaml.safe_load_all(pods.read_text())], "Deployment")
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     with played(pods):
         url = f"http://127.0.0.1:{port}"
@@ -148,10 +147,9 @@ def test_a_pod_fetches_its_model_once(
         f"CLOZE_PORT={port}",
         "CLOZE_ALLOW_ANONYMOUS=1",
     ]
-    hub_at = [
-        {"name": "HF_ENDPOINT", "value": hub.url},
-        {"name": "HF_HUB_DISABLE_XET", "value": "1"},
-    ]
+    variables = {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1"}
+    hub_at = [{"name": name, "value": value} for name, value in variables.items()]
+    owner = {"value": {f"volume.podman.io/{kind}": "10001" for kind in ("uid", "gid")}}
     pods = rendered(
         tmp_path,
         "base",
@@ -170,27 +168,12 @@ def test_a_pod_fetches_its_model_once(
             # podman takes the owner of a volume from here, not from fsGroup.
             {
                 "target": {"kind": "PersistentVolumeClaim"},
-                "patch": yaml.safe_dump(
-                    [
-                        {
-                            "op": "add",
-                            "path": "/metadata/annotations",
-                            "value": {
-                                "volume.podman.io/uid": "10001",
-                                "volume.podman.io/gid": "10001",
-                            },
-                        }
-                    ]
-                ),
+                "patch": yaml.safe_dump([{"op": "add", "path": "/metadata/annotations"} | owner]),
             },
         ],
     )
     play_once(pods)
-    (claim,) = [
-        each["metadata"]["name"]
-        for each in yaml.safe_load_all(pods.read_text())
-        if each["kind"] == "PersistentVolumeClaim"
-    ]
+    claim = of_kind([*yaml.safe_load_all(pods.read_text())], "PersistentVolumeClaim")
     url = f"http://127.0.0.1:{port}"
     try:
         asked = []
@@ -206,5 +189,5 @@ def test_a_pod_fetches_its_model_once(
         assert asked[0] == asked[1] > 0, "the second start asked the hub"
     finally:
         # podman 4.3 keeps the empty folder of an init container as a volume of its name.
-        call(podman(), "volume", "rm", "--force", claim, "fetch", check=False)
+        call(podman(), "volume", "rm", "--force", claim["metadata"]["name"], "fetch", check=False)
         containers.remove_image(exporter)

@@ -37,7 +37,7 @@ DISTRIBUTIONS = (
     "print(json.dumps([[d.metadata['Name'], d.version] for d in m.distributions()]))"
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture(scope="module")

@@ -27,9 +27,9 @@ from cloze.model_store.manifest import Precision, Weights
 from tests.support import tiny
 from tests.support.adapter_folders import Recipe, write
 from tests.support.crafted import Body, craft
+from tests.support.family_checkpoints import save
 from tests.support.serving import Server, running_server
 from tests.support.wheels import NOT_SOURCE, build, pip
-from tests.unit.export.families.test_against_transformers import save
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("one_thread")]
 

@@ -16,8 +16,8 @@ from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.service.service import single_process
 from cloze.service.settings import load_settings
+from tests.support.family_checkpoints import TOKENIZERS, save
 from tests.support.tokenizer_kinds import wordpiece
-from tests.unit.export.families.test_against_transformers import TOKENIZERS, save
 
 ONE_LABEL: dict[int, str] = {0: "relevance"}
 IDENTITY = "torch.nn.modules.linear.Identity"

@@ -102,6 +102,9 @@ TOKENIZERS = {
 }
 
 
+WITHOUT_QUESTIONS = {"nomic_bert", "gte"}
+"""Families without a class of question answering in transformers."""
+
 OFFSET = {"roberta", "xlm-roberta", "camembert", "mpnet"}
 """Families whose positions begin at row 2."""
 

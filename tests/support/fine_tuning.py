@@ -18,8 +18,8 @@ from cloze.export.measure.scorer import unit_embeddings
 from cloze.export.train.progress import read_log
 from cloze.model_store import Store
 from cloze.train import train
+from tests.support.family_checkpoints import OFFSET, TOKENIZERS, save
 from tests.support.tokenizer_kinds import wordpiece
-from tests.unit.export.families.test_against_transformers import OFFSET, TOKENIZERS, save
 
 LORA = (
     '[lora]\nlearning_rate = 2e-2\ntargets = ["query", "key", "value", "attention-output", '

@@ -21,9 +21,9 @@ from cloze.model_store import Store
 from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.model_store.processor import int8_advantage
 from cloze.service.text.tokenizer import Tokenizer
+from tests.support.family_checkpoints import save
 from tests.support.faulty import metric
 from tests.support.serving import Server, running_server
-from tests.unit.export.families.test_against_transformers import save
 
 TOKENS = 1_000_000
 

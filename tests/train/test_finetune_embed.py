@@ -31,6 +31,7 @@ from cloze.export.train.recipe import EmbedRecipe
 from cloze.model_store import Store
 from cloze.model_store.peft import read_files
 from tests.support import fine_tuning, tiny
+from tests.support.family_checkpoints import ids_of, ours, same, theirs
 from tests.support.fine_tuning import (
     LORA,
     as_sentences,
@@ -41,7 +42,6 @@ from tests.support.fine_tuning import (
     slow_but,
 )
 from tests.support.training import ACTS, PEOPLE, PLACES, quietly, write_pairs, write_stories
-from tests.unit.export.families.test_against_transformers import ids_of, ours, same, theirs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -20,7 +20,7 @@ from cloze.export.errors import ExportError
 from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.publish import export
 from cloze.model_store import Store
-from tests.unit.export.families.test_against_transformers import ids_of, ours, same, save, theirs
+from tests.support.family_checkpoints import ids_of, ours, same, save, theirs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

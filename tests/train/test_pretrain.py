@@ -46,9 +46,9 @@ from cloze.export.train.recipe import (
 )
 from cloze.export.train.run_options import RunOptions, Schedule
 from cloze.model_store import Store
+from tests.support.family_checkpoints import ids_of, save
 from tests.support.fine_tuning import as_sentences, save_source, slow_but, stopped_after
 from tests.support.training import quietly, run_options, tiny_recipe
-from tests.unit.export.families.test_against_transformers import ids_of, save
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -28,8 +28,8 @@ from cloze.export.load.weights import load_model
 from tests.support.family_checkpoints import (
     CLASSES,
     LABELS,
-    OFFSET,  # noqa: F401  # tests/train reads it here
     TOKENIZERS,
+    WITHOUT_QUESTIONS,
     ids_of,
     longest,
     ours,
@@ -43,10 +43,6 @@ from tests.support.tokenizer_kinds import (
     unigram,
     wordpiece,
 )
-
-WITHOUT_QUESTIONS = {"nomic_bert", "gte"}
-"""Families without a class of question answering in transformers."""
-
 
 CASES = [
     (family, head)

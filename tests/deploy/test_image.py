@@ -168,6 +168,7 @@ def test_a_volume_of_bundles_is_served(cpu_image: str, tiny_store: Path, tmp_pat
         assert "fill-mask" in ask_every_task(container.url)
 
 
+@pytest.mark.slow
 def test_the_export_image_exports_what_the_serving_image_serves(
     cpu_image: str, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -205,6 +206,7 @@ def build_export(folder: Path) -> str:
     )
 
 
+@pytest.mark.slow
 def test_the_gpu_image_needs_a_gpu_only_to_use_it() -> None:
     """Without a GPU the image starts on the CPU, or says in one line what is missing."""
     image = build("gpu")

@@ -82,9 +82,10 @@ def stub(stall: tuple[float, float] = (0.0, 0.0), delay: float = 0.0) -> Iterato
         with suppress(asyncio.IncompleteReadError):
             await handle(reader, writer)
 
-    server = loop.run_until_complete(asyncio.start_server(handle_quietly, "127.0.0.1", 0))
     thread = Thread(target=loop.run_forever)
     thread.start()
+    listening = asyncio.start_server(handle_quietly, "127.0.0.1", 0)
+    server = asyncio.run_coroutine_threadsafe(listening, loop).result(5)
     try:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:

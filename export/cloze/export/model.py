@@ -111,6 +111,7 @@ class TorchScorer:
 
     @torch.inference_mode()
     def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
+        """Return the results of encodings of one length, in order."""
         self._model.eval()
         states = hidden_states(self._model, batch, self._device)
         packed = self._codec.pack(batch)

@@ -76,6 +76,7 @@ class TrigramEmbeddings(Embeddings):
         self.norm = ElementwiseNorm(size)
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor | None) -> Tensor:
+        """See `Embeddings`."""
         words: Tensor = self.word(input_ids)
         after, before = F.pad(words[:, 1:], (0, 0, 0, 1)), F.pad(words[:, :-1], (0, 0, 1, 0))
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -86,6 +87,7 @@ class TrigramEmbeddings(Embeddings):
         return self.norm(x)  # type: ignore[no-any-return]
 
     def products(self) -> dict[str, ProductGroup]:
+        """Return the matrix products, by the name of each group's first layer."""
         return {"projection": ProductGroup((self.projection,), _KIND)}
 
     def write(self, trunk: TrunkGraph) -> str:
@@ -122,6 +124,7 @@ class FeedForward(nn.Module):
         self.activation = activation
 
     def products(self, name: str) -> dict[str, ProductGroup]:
+        """Return the matrix products, by the name of each group's first layer."""
         return {
             f"{name}.up": ProductGroup((self.up,), _KIND),
             f"{name}.down": ProductGroup((self.down,), _KIND),
@@ -188,6 +191,7 @@ class BottleneckLayer(EncoderLayer):
         ]
 
     def products(self) -> dict[str, ProductGroup]:
+        """Return the matrix products, by the name of each group's first layer."""
         entering = (self.reduce, self.shared, self.attention.value)
         groups = {"reduce": ProductGroup(entering, _KIND)} | self.attention.products()
         for name, network in self._networks():
@@ -197,6 +201,7 @@ class BottleneckLayer(EncoderLayer):
     def forward(
         self, x: Tensor, attention_mask: Tensor | None, bias: Tensor | None = None
     ) -> Tensor:
+        """Transform the hidden states [B, S, H]."""
         narrow = self.reduce_norm(self.reduce(x))
         attended = self.attention(self.shared_norm(self.shared(x)), attention_mask, bias, x)
         narrow = self.attention_norm(attended + narrow)
@@ -205,6 +210,7 @@ class BottleneckLayer(EncoderLayer):
         return self.output_norm(self.expand(narrow) + x)  # type: ignore[no-any-return]
 
     def write(self, trunk: TrunkGraph, name: str, x: str, bias: str = "") -> str:
+        """Write the layer: hidden states -> hidden states; see `TrunkGraph.attend`."""
         ops = trunk.linear_ops
         entering = ops.prepare_input(x, f"{name}.reduce")
         narrow = ops.matmul(entering, f"{name}.reduce", self.reduce)

@@ -304,6 +304,7 @@ class ConvolvedLayer(DisentangledLayer):
     def forward(
         self, x: Tensor, attention_mask: Tensor | None, bias: Tensor | None = None
     ) -> Tensor:
+        """See `Layer`."""
         output = super().forward(x, attention_mask, bias)
         if attention_mask is not None:
             x = x * attention_mask[..., None]
@@ -345,10 +346,12 @@ class ProjectedEmbeddings(Embeddings):
         self.projection = nn.Linear(narrow, size, bias=False) if narrow else None
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor | None) -> Tensor:
+        """See `Embeddings`."""
         x = self._sum(input_ids, token_type_ids)
         return self.norm(x if self.projection is None else self.projection(x))  # type: ignore[no-any-return]
 
     def write(self, trunk: TrunkGraph) -> str:
+        """See `Embeddings`."""
         terms = self._write_terms(trunk)
         if self.projection is not None:
             ops, name = trunk.linear_ops, "embeddings.projection"

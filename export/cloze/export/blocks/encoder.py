@@ -63,6 +63,7 @@ class Embeddings(nn.Module):
         return {name: table for name, table in tables.items() if table is not None}
 
     def products(self) -> dict[str, ProductGroup]:
+        """Return the matrix products, by the name of each group's first layer."""
         if self.projection is None:
             return {}
         return {"projection": ProductGroup((self.projection,), InputKind.NORM)}

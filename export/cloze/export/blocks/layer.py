@@ -154,6 +154,7 @@ class SelfAttention(nn.Module):
         return self.output(context.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def products(self) -> dict[str, ProductGroup]:
+        """Return the matrix products, by the name of each group's first layer."""
         return {
             "query": ProductGroup((self.query, self.key, self.value), InputKind.NORM),
             "output": ProductGroup((self.output,), InputKind.ATTENTION),
@@ -270,6 +271,7 @@ class Layer(EncoderLayer):
         self.activation = ACTIVATIONS[config.activation]
 
     def products(self) -> dict[str, ProductGroup]:
+        """Return the matrix products, by the name of each group's first layer."""
         entering = (self.up,) if self.gate is None else (self.up, self.gate)
         return self.attention.products() | {
             "up": ProductGroup(entering, InputKind.NORM),
@@ -290,6 +292,7 @@ class Layer(EncoderLayer):
         return self.down(inner)  # type: ignore[no-any-return]
 
     def write(self, trunk: TrunkGraph, name: str, x: str, bias: str = "") -> str:
+        """Write the layer: hidden states -> hidden states; see `TrunkGraph.attend`."""
         attended, output_bias = self.attention.write(trunk, name, x, bias)
         norm = cast(nn.LayerNorm, self.attention_norm)
         x = trunk.residual_norm(attended, x, output_bias, f"{name}.attention_norm", norm)
@@ -342,11 +345,13 @@ class PreNormLayer(Layer):
     def forward(
         self, x: Tensor, attention_mask: Tensor | None, bias: Tensor | None = None
     ) -> Tensor:
+        """Transform the hidden states [B, S, H]."""
         x = x + self.attention(self.attention_norm(x), attention_mask, bias)
         output: Tensor = x + self._feed_forward(self.output_norm(x))
         return output
 
     def write(self, trunk: TrunkGraph, name: str, x: str, bias: str = "") -> str:
+        """Write the layer: hidden states -> hidden states; see `TrunkGraph.attend`."""
         entering = x
         if isinstance(self.attention_norm, nn.LayerNorm):
             entering = trunk.norm(x, f"{name}.attention_norm", self.attention_norm)

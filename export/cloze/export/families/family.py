@@ -38,14 +38,11 @@ class Target:
 
 
 class Rule(Protocol):
-    """The mapping of some tensors, or of some per layer.
-
-    Attributes:
-        theirs: the name of the tensors in a checkpoint.
-    """
+    """The mapping of some tensors, or of some per layer."""
 
     @property
-    def theirs(self) -> str: ...
+    def theirs(self) -> str:
+        """Return the name of the tensors in a checkpoint."""
 
     def read(self, name: str) -> list[Target]:
         """Return what a tensor of a checkpoint becomes; nothing if the rule is not about it."""
@@ -59,6 +56,7 @@ class Rename:
     ours: str
 
     def read(self, name: str) -> list[Target]:
+        """See `Rule`."""
         new = _translate(name, self.theirs, self.ours)
         return [Target(new)] if new else []
 
@@ -76,6 +74,7 @@ class Slice:
     first: int
 
     def read(self, name: str) -> list[Target]:
+        """See `Rule`."""
         return [Target(self.ours, lambda rows: rows[self.first :])] if name == self.theirs else []
 
 
@@ -93,6 +92,7 @@ class Split:
     ours: tuple[str, ...]
 
     def read(self, name: str) -> list[Target]:
+        """See `Rule`."""
         parts = enumerate(_translate(name, self.theirs, ours) for ours in self.ours)
         return [Target(ours, partial(self._part, number)) for number, ours in parts if ours]
 
@@ -111,6 +111,7 @@ class Fold:
     into: Rule
 
     def read(self, name: str) -> list[Target]:
+        """See `Rule`."""
         if name == self.theirs:
             return [Target(self.ours, lambda rows: rows[:1], is_added=True)]
         return self.into.read(name)

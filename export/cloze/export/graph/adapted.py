@@ -93,10 +93,12 @@ class AdaptedFp32(LinearOps):
     low_rank: LowRankInputs
 
     def prepare_input(self, x: str, name: str, least: float | None = None) -> LinearInput:
+        """See `LinearOps`."""
         prepared = super().prepare_input(x, name, least)
         return replace(prepared, floats=x)
 
     def matmul(self, x: LinearInput, name: str, linear: nn.Linear) -> str:
+        """See `LinearOps`."""
         product = super().matmul(x, name, linear)
         return self.low_rank.add(product, x, name, linear)
 
@@ -118,6 +120,7 @@ class AdaptedInt8(AdaptedFp32, Int8):
         self._is_adapted = ""
 
     def prepare_input(self, x: str, name: str, least: float | None = None) -> LinearInput:
+        """See `LinearOps`."""
         scale = self._scales.get(name)
         if scale is None or scale.factors is not None:  # LayerNorm bounds smoothed inputs
             return super().prepare_input(x, name, least)

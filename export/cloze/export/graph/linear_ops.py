@@ -207,15 +207,19 @@ class Fp16(LinearOps):
     """Products, and the rest of the trunk, in fp16."""
 
     def vector(self, name: str, values: Tensor) -> str:
+        """See `LinearOps`."""
         return self.g.weight(f"{name}.fp16", to_fp16(name, values))
 
     def constant(self, name: str, values: Tensor) -> str:
+        """See `LinearOps`."""
         return self.vector(name, values)
 
     def to_float32(self, rows: str) -> str:
+        """See `LinearOps`."""
         return self.g.op("Cast", [rows], to=TensorProto.FLOAT)
 
     def look_up(self, name: str, weight: Tensor, ids: str) -> str:
+        """See `LinearOps`."""
         if self._is_stored(name):
             table = self.g.op("Cast", [self._table(name, weight)], to=TensorProto.FLOAT16)
         else:
@@ -251,6 +255,7 @@ class Int8(LinearOps):
     """Products in int8. An input without a scale has a step per token."""
 
     def prepare_input(self, x: str, name: str, least: float | None = None) -> LinearInput:
+        """See `LinearOps`."""
         g = self.g
         if (scale := self._scales.get(name)) is None:
             return self._quantise_tokens(x, g.weight("axis_last", _AXIS_LAST), least)
@@ -261,6 +266,7 @@ class Int8(LinearOps):
         return LinearInput(value, name, scale, step)
 
     def matmul(self, x: LinearInput, name: str, linear: nn.Linear) -> str:
+        """See `LinearOps`."""
         integers, steps = self._int8_matrix(x, name, linear.weight)
         return self._multiply(x, self.g.own(integers), steps)
 
@@ -273,6 +279,7 @@ class Int8(LinearOps):
         return self._to_floats(rows, self.g.op("Gather", [steps, ids], axis=0))
 
     def tied_logits(self, x: str, table: str, weight: Tensor, bias: str) -> str:
+        """See `LinearOps`."""
         g = self.g
         # Not axis -1: onnxruntime 1.31 reduces a negative axis of zero rows to a wrong shape.
         rows = self._quantise_tokens(x, g.weight("axis_1", _AXIS_1))

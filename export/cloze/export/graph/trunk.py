@@ -151,14 +151,17 @@ class PackedTrunk(TrunkGraph):
         self.declare(tensors.CU_SEQLENS)
 
     def positions(self, table: Tensor) -> str:
+        """See `TrunkGraph`."""
         position_ids = self.declare(tensors.POSITION_IDS)
         return self.linear_ops.look_up(tensors.POSITION_TABLE, table, position_ids)
 
     def norm(self, x: str, name: str, norm: nn.LayerNorm) -> str:
+        """See `TrunkGraph`."""
         inputs = [x, *self._scale_and_shift(name, norm)]
         return self.g.op("LayerNormalization", inputs, axis=-1, epsilon=norm.eps)
 
     def norm_of_sum(self, terms: Sequence[str], name: str, norm: nn.LayerNorm) -> str:
+        """See `TrunkGraph`."""
         first, *others = terms
         if not others:
             return self.norm(first, name, norm)
@@ -192,6 +195,7 @@ class PackedTrunk(TrunkGraph):
     def residual_norm(
         self, x: str, skip: str, bias: Tensor | None, name: str, norm: nn.LayerNorm
     ) -> str:
+        """See `TrunkGraph`."""
         written = [] if bias is None else [self.linear_ops.vector(f"{name}.skip.bias", bias)]
         return self._skip_norm([x, skip], name, norm, *written)
 

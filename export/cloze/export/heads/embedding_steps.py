@@ -100,6 +100,7 @@ class Projection(Step):
 
     @property
     def dimensions(self) -> int:
+        """See `Step`."""
         return self.linear.out_features
 
     def forward(self, pooled: Tensor) -> Tensor:
@@ -111,6 +112,7 @@ class Projection(Step):
         return projected + added
 
     def write(self, g: GraphBuilder, x: str, name: str) -> str:
+        """See `Step`."""
         projected = DENSE_ACTIVATIONS[self.activation](g, linear(g, x, name, self.linear))
         if not self.adds_input:
             return projected
@@ -134,6 +136,7 @@ class Norm(Step):
         )
 
     def write(self, g: GraphBuilder, x: str, name: str) -> str:
+        """See `Step`."""
         return layer_norm(g, x, name, self.norm)
 
 
@@ -145,6 +148,7 @@ class UnitLength(Step):
         return F.normalize(pooled, dim=1, eps=_SMALLEST_LENGTH)
 
     def write(self, g: GraphBuilder, x: str, name: str) -> str:  # noqa: ARG002
+        """See `Step`."""
         axis = g.weight("axis_1", np.array([1], np.int64))
         length = g.op("ReduceL2", [x, axis], keepdims=1)
         least = g.weight("smallest_length", np.array(_SMALLEST_LENGTH, np.float32))

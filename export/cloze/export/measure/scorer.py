@@ -51,6 +51,7 @@ class GraphScorer:
         self._codec = BatchCodec(graph)
 
     def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
+        """Return the results of encodings of one length, in order."""
         packed = self._codec.pack(batch)
         outputs = self._session.run(packed.outputs, packed.feeds)
         return packed.unpack(dict(zip(packed.outputs, outputs, strict=True)))

@@ -240,6 +240,7 @@ class TextObjective:
         self.held_out, self._device = held_out, device
 
     def loss(self, batch: TextBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the loss and figures of a batch."""
         return self.module(batch)  # type: ignore[no-any-return]
 
     def evaluate(self, step: int) -> Mapping[str, float]:

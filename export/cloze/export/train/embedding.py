@@ -83,6 +83,7 @@ class SentenceBatch(PaddedBatch):
 
     @property
     def tokens(self) -> int:
+        """The number of real tokens."""
         return int(self.attention_mask.sum()) + (self.text.tokens if self.text else 0)
 
 
@@ -150,6 +151,7 @@ class EmbeddingObjective:
         self._pair_batches = shuffled_batches(lengths, recipe.sequences, recipe.seed)
 
     def batch(self, step: int, part: int) -> SentenceBatch:
+        """Return the ``part``-th batch of a step."""
         recipe, data = self._recipe, self._data
         number = step * self._batches_per_step + part
         scores: list[float] = []
@@ -169,6 +171,7 @@ class EmbeddingObjective:
         return F.normalize(self._sentences(inputs)["sentence_embedding"].float(), dim=-1)
 
     def loss(self, batch: SentenceBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the loss and figures of a batch."""
         embeddings = self.embed(batch)
         sides, figures = [embeddings[0::2], embeddings[1::2]], {}
         # The temperature would magnify the rounding errors of bf16.

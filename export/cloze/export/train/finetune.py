@@ -216,9 +216,11 @@ class JointBatch:
 
     @property
     def tokens(self) -> int:
+        """The number of real tokens."""
         return int(self.batch.tokens)
 
     def to(self, device: torch.device) -> "JointBatch":
+        """Return a copy of the batch on a device."""
         return JointBatch(self.member, self.batch.to(device))
 
 
@@ -258,6 +260,7 @@ class JointObjective:
         """The number of batches of each task."""
 
     def batch(self, step: int, part: int) -> JointBatch:
+        """Return the ``part``-th batch of a step."""
         number = step * self._batches_per_step + part
         member = self._members[self._task_of[number]]
         return JointBatch(member, member.objective.batch(self._number_in_task[number], 0))

@@ -115,6 +115,7 @@ class LabelRows(_LabelledRows[LabelledText, SequenceLabelSet]):
         return list(matrix.argmax(1)[:, None]), _balanced(counts)
 
     def loss(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """See `TaskRows`."""
         weights = self.weights.to(logits.device)
         if self.problem == "regression":
             return F.mse_loss(logits, targets), {}
@@ -126,6 +127,7 @@ class LabelRows(_LabelledRows[LabelledText, SequenceLabelSet]):
         return loss, {"accuracy": (logits.argmax(1) == numbers).float().mean()}
 
     def figures(self, logits: Sequence[Floats]) -> Mapping[str, float]:
+        """See `TaskRows`."""
         return measure_labels(self._held_out, logits, self.labels)
 
     def calibration(self, logits: Sequence[Floats]) -> Calibration | None:
@@ -155,6 +157,7 @@ class TagRows(_LabelledRows[TaggedSentence, LabelSet]):
         return targets, _balanced(counts)
 
     def loss(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """See `TaskRows`."""
         weights, labelled = self.weights.to(logits.device), targets != IGNORED
         logits = logits[:, : targets.shape[1]]  # the others are padding
         total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), weights, reduction="sum")
@@ -164,6 +167,7 @@ class TagRows(_LabelledRows[TaggedSentence, LabelSet]):
         return loss, {"accuracy": right.sum() / labelled.sum().clamp_min(1)}
 
     def figures(self, logits: Sequence[Floats]) -> Mapping[str, float]:
+        """See `TaskRows`."""
         return measure_tags(self._held_out, self.held_out_rows, logits, self.labels)
 
     def calibration(self, logits: Sequence[Floats]) -> Calibration | None:

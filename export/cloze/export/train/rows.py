@@ -106,6 +106,7 @@ class RowObjective:
         self._batches = shuffled_batches(lengths, task.settings.sequences, seed)
 
     def batch(self, step: int, part: int) -> RowBatch:
+        """Return the ``part``-th batch of a step."""
         chosen = self._batches(step * self._batches_per_step + part)
         ids, types = ([getattr(self.task.rows[i], name) for i in chosen] for name in _FIELDS)
         length = padded_length(max(map(len, ids)), self._max_tokens)
@@ -119,6 +120,7 @@ class RowObjective:
         return self.task.logits(output, batch)[..., self._columns].float()
 
     def loss(self, batch: RowBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the loss, and the share of right choices."""
         return self.task.loss(self.logits(batch), batch.targets)
 
     def evaluate(self, _: int) -> Mapping[str, float]:

@@ -74,8 +74,10 @@ def test_errors_are_one_line(
     tmp_path: Path, arguments: tuple[str, ...], code: int, message: str
 ) -> None:
     store = str(tmp_path / "missing")
-    done = cloze(*arguments, CLOZE_MODEL_STORE=store)
+    done = cloze(*arguments, CLOZE_MODEL_STORE=store, CLOZE_PROT="1")
     assert done.returncode == code
+    is_warned = "the variable CLOZE_PROT is not a setting" in done.stderr
+    assert is_warned == (arguments[0] == "serve" and "99999" not in arguments)
     last = done.stderr.splitlines(keepends=True)[-1]
     assert last.startswith(f"cloze: {message.format(store=store)}")
 

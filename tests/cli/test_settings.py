@@ -106,6 +106,10 @@ def test_without_a_statement_the_oldest_name_answers(
     ("variables", "message"),
     [
         ({"CLOZE_DEFAULT": "embed"}, "CLOZE_DEFAULT: 'embed' is not TASK=NAME"),
+        (
+            {"CLOZE_DEFAULT": "embed=bert", "CLOZE_DEFAULT_EMBED": "distilbert"},
+            "CLOZE_DEFAULT: the task 'embed' has two defaults",
+        ),
         ({"CLOZE_DEFAULT_EMBED": "x"}, "default of embed: no model 'x' is served (there: bert,"),
         (
             {"CLOZE_DEFAULT_NSP": "distilbert"},

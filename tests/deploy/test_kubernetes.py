@@ -278,6 +278,15 @@ def test_in_every_combination(renders: Renders, check: Callable[[list[Object]], 
             raise
 
 
+def test_ingresses_depend_on_no_controller_but_repeat_on_nginx() -> None:
+    ingress = yaml.safe_load((ROOT / "k8s/components/ingress/ingress.yaml").read_text())
+    (retry,) = ingress["metadata"]["annotations"].items()
+    assert "ingressClassName" not in ingress["spec"]
+    documented = re.search(r"proxy_next_upstream (.+);", (ROOT / "docs/nginx.conf").read_text())
+    assert documented is not None
+    assert retry == ("nginx.ingress.kubernetes.io/proxy-next-upstream", documented[1])
+
+
 # ---- KServe --------------------------------------------------------------------------------------
 
 

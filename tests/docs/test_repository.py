@@ -34,6 +34,14 @@ def tracked_files() -> Iterator[tuple[str, str]]:
             yield path, (ROOT / path).read_text(errors="replace")
 
 
+def test_the_hooks_run_the_commands_of_make_lint() -> None:
+    rule = re.search(r"^lint:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert rule
+    (repository,) = load(".pre-commit-config.yaml")["repos"]
+    entries = [hook["entry"].replace(".venv/bin/", "$(BIN)/") for hook in repository["hooks"]]
+    assert entries == [line.strip() for line in rule[1].splitlines()]
+
+
 @pytest.mark.parametrize(
     ("workflow", "command"),
     [("ci", "make test"), ("audit", "make audit-dependencies"), ("release", "make wheel")],

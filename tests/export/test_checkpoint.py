@@ -407,6 +407,7 @@ DAMAGES = {
     "adapter": (tensors(lambda t: t.update({"bert.encoder.layer.0.adapter.weight": torch.zeros(1)})), "adapter.weight is part of the encoder"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no weights"),
     "truncated file": (cut("model.safetensors", -1000), "model.safetensors is damaged"),
+    "scales": (tensors(lambda t: t.update({DOWN + "_scale": torch.ones(1)})), "weight_scale is part of the encoder"),
     "renamed tensor": (tensors(lambda t: t.update({"bert.encoder.layer.1.out.weight": t.pop(DOWN)})), r"lacks encoder.layers.1.down.weight.*bert.encoder.layer.1.out.weight"),
     "missing tensor": (tensors(lambda t: t.pop(DOWN)), "lacks encoder.layers.1.down.weight: a tensor is missing"),
     "truncated tensor": (tensors(lambda t: t.update({DOWN: t[DOWN][:5].clone()})), r"has shape \[5, 128\], but config.json's sizes ask for \[64, 128\]"),
@@ -421,6 +422,7 @@ DAMAGES = {
     "code in a pickle": (evil_pickle, "more than tensors"),
     "numbers in a pickle": (numbers_in_a_pickle, "pytorch_model.bin is not a table of tensors"),
     "index names nothing": (with_file("model.safetensors.index.json", '{"weight_map": {}}'), "names no shard"),
+    "index names no file": (with_file("model.safetensors.index.json", '{"weight_map": {"x": "gone.safetensors"}}'), "gone.safetensors, which is missing"),
     "index climbs out": (with_file("model.safetensors.index.json", '{"weight_map": {"x": "../model.safetensors"}}'), "not a file beside it"),
     "index is no index": (with_file("model.safetensors.index.json", "[]"), "not an index of shards"),
 }  # fmt: skip

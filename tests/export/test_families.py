@@ -1,6 +1,8 @@
 """Each family gives the numbers of transformers, from its checkpoint to a server's answers."""
 
+import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,6 +27,7 @@ from transformers import (
 )
 
 from cloze.export.errors import ExportError
+from cloze.export.families import FAMILIES
 from cloze.export.load.tokenizer import load_tokenizer
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
@@ -305,15 +308,58 @@ def test_merges_of_words_that_end_in_a_mark_are_refused(tmp_path: Path) -> None:
 
 
 ROOT = Path(__file__).parents[2]
+NO_FAMILY = re.compile(
+    r"Bert(Normalizer|(Pre|WordPiece)Tokenizer)|RobertaProcessing"  # of the tokenizers library
+    r"|sentence_[a-z-]+_config\.json"  # files of sentence-transformers
+    r"|cloze-bert|cloze-distilbert"  # bundles of the project
+    r"|SpanBERT|the BERT paper"  # citations
+    r"|[Cc]ol(BERT|bert)|sbert_ce"  # files of late interaction and of sentence-transformers
+    r"|SIGTERM|LongText"  # words that hold the three letters of a family by chance
+)
 
 
-def sources(*, without: str) -> Iterator[Path]:
-    """Yield what serves and exports models. Training uses the classes of transformers."""
-    for package in ("export", "model_store", "service"):
-        for file in sorted(file_of(package).rglob("*.py")):
-            name = name_of(file)
-            if not name.startswith((without, "export/train/")):
-                yield file
+def words_of(file: Path) -> Iterator[str]:
+    """Yield each name and each string of a source file, but not docstrings."""
+    tree = ast.parse(file.read_text())
+    prose = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            yield node.value
+        for field in ("id", "attr", "name", "arg", "module"):
+            if isinstance(word := getattr(node, field, None), str):
+                yield word
+
+
+def places(without: str | tuple[str, ...], pattern: str) -> list[str]:
+    """Return where names or strings of what serves and exports models match a pattern.
+
+    Training uses the classes of transformers.
+    """
+    without = ("export/train/", *((without,) if isinstance(without, str) else without))
+    return [
+        f"{name}: {word}"
+        for package in ("export", "model_store", "service")
+        for file in sorted(file_of(package).rglob("*.py"))
+        if not (name := name_of(file)).startswith(without)
+        for word in words_of(file)
+        if re.search(pattern, NO_FAMILY.sub("", word), re.IGNORECASE)
+    ]
+
+
+def test_only_families_name_families() -> None:
+    """A name of a family in a string or identifier elsewhere is a place that a new one would miss.
+
+    Also a part of a longer word, such as the name of a class. Only tokenizers know how a word is
+    marked, and what masks whole words; `##` before a space is a heading of a page.
+    """
+    stems = {"bert", *FAMILIES, *(family.class_prefix.lower() for family in FAMILIES.values())}
+    assert places("no folder", "|".join(stems)), "families themselves are found"
+    assert not places("export/families/", "|".join(sorted(stems)))
+    assert not places(("export/load/tokenizer", "export/measure/masking.py"), r"##(?! )|Ġ|▁")
 
 
 def test_the_page_of_families_is_the_generated_one() -> None:

@@ -336,6 +336,15 @@ def test_a_tokenizer_that_adds_no_special_tokens_is_refused(kind: str, tmp_path:
         load_tokenizer(tmp_path)
 
 
+def test_a_byte_level_file_without_special_tokens_is_refused(tmp_path: Path) -> None:
+    base = files_of("roberta")
+    base["tokenizer.json"] = base["tokenizer.json"] | {"post_processor": None}
+    base["tokenizer_config.json"] |= {"tokenizer_class": "RobertaTokenizer"}
+    write(tmp_path, base)
+    with pytest.raises(ExportError, match="has no post_processor that adds special tokens: texts"):
+        load_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize("family", ["bert", "mpnet"])
 def test_another_class_adds_the_special_tokens_of_its_family(family: str, tmp_path: Path) -> None:
     base = files_of(family)

@@ -167,6 +167,12 @@ def test_an_adapter_is_replaced_by_one_of_another_rank_under_load(
 # ---- without a server ----------------------------------------------------------------------------
 
 
+def test_an_adapter_has_the_name_of_its_link(base: Bundle, served: Path, tmp_path: Path) -> None:
+    (tmp_path / "current").symlink_to(served / "topics")
+    opened = open_adapters([tmp_path / "current"], [base], 64)
+    assert [adapter.manifest.name for adapter in opened.bundles] == ["current"]
+
+
 def test_a_folder_without_a_good_adapter_is_refused(
     base: Bundle, served: Path, tmp_path: Path
 ) -> None:

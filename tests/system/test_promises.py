@@ -475,6 +475,9 @@ def test_4_probes_say_that_the_engine_is_dead(tiny_store: Path) -> None:
         assert "cloze_ready 0.0" in client.get("/metrics").text
 
 
+# ---- 5: no silent CPU ------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
@@ -496,9 +499,6 @@ def test_5_the_server_starts_on_what_was_asked_for_or_not_at_all(
     assert line in result.stderr
     assert "Traceback" not in result.stderr
     assert "listening" not in result.stderr
-
-
-# ---- 5: no silent CPU ------------------------------------------------------------------------------------------------
 
 
 # ---- 6: a bundle never executes code and fails on a wrong hash ---------------------------------------------------------

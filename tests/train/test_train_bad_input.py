@@ -595,6 +595,43 @@ def test_a_run_that_ends_early_goes_on_as_if_it_had_not(
     assert logged == [each for each in steps_logged(undisturbed) if each != step]
 
 
+def test_an_interruption_before_the_first_step(stories: Path, tmp_path: Path) -> None:
+    """While the text is read: at once, and nothing half done is taken for done."""
+    long_text, folder = tmp_path / "long.txt", tmp_path / "run"
+    long_text.write_text(stories.read_text() * 100)
+    process = start(pretrain_command(folder, RECIPE, long_text))
+    assert process.stderr is not None
+    assert process.stderr.readline() == "learning a vocabulary of 120 tokens\n"
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    kept = "what is saved is kept, the same command goes on from there"
+    assert the_line(stderr) == f"interrupted; {kept}"
+    assert not (folder / "vocabulary/tokenizer.json").exists()
+    assert not (folder / "corpus/corpus.json").exists()
+
+
+@pytest.mark.parametrize("free", [0, 4_000, 20_000])
+def test_a_disk_that_is_full_when_a_run_begins_or_has_ended(
+    copy: Path, finished: Path, stories: Path, tmp_path: Path, free: int
+) -> None:
+    """Description, vocabulary, tokens, log or weights cannot be written; what was there stays."""
+    new, (soft, hard) = tmp_path / "new", resource.getrlimit(resource.RLIMIT_FSIZE)
+    commands = {folder: pretrain_command(folder, RECIPE, stories) for folder in (new, copy)}
+    for command in commands.values():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (free, hard))
+        try:
+            assert "File too large" in refused(*command)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(new.glob("state.pt*"))
+    assert (copy / "state.pt").read_bytes() == (finished / "state.pt").read_bytes()
+    assert weights(copy) == weights(finished)
+    for folder, command in commands.items():
+        assert train(*command).exit_code == 0
+        assert weights(folder) == weights(finished)
+
+
 def test_a_second_run_names_the_first(finished: Path, stories: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     command = pretrain_command(folder, RECIPE, stories)

@@ -52,6 +52,9 @@ def test_a_wrong_pair_names_line_and_value(tmp_path: Path, row: str) -> None:
     with pytest.raises(TrainError, match=r"line 2: two different words.*got '") as caught:
         read_word_pairs(file)
     assert repr(row) in str(caught.value)
+    file.write_text("\n")
+    with pytest.raises(TrainError, match="holds no word pairs"):
+        read_word_pairs(file)
 
 
 def test_a_copy_is_on_the_side_of_its_original(text: Path, tmp_path: Path) -> None:

@@ -270,6 +270,12 @@ def test_tasks_have_what_they_need() -> None:
     assert not accepts("heads.sequence_classification", {"labels": ["a"], "problem_type": "other"})
 
 
+def test_a_mask_has_an_id_and_a_token() -> None:
+    for half in ("mask_id", "mask_token"):
+        with pytest.raises(ValueError, match="mask_id and mask_token come together"):
+            Manifest.model_validate(changed(f"tokenizer.{half}", None))
+
+
 def test_tables_are_those_of_the_architecture() -> None:
     sizes = FIELDS["architecture"]
     words = {WORD_TABLE: [sizes["vocab_size"], 8]}

@@ -286,6 +286,13 @@ def test_channels_without_numbers_are_not_divided_by_zero() -> None:
     assert float(scale.factors[5]) == pytest.approx(1e-5**0.75 / weight**0.25)
 
 
+def test_tokens_of_calibration_are_framed_and_masked_as_texts() -> None:
+    ids = rounding._random_tokens(TOKENIZER, 64, torch.Generator().manual_seed(0))
+    assert set(ids[:, 0].tolist()) == {TOKENIZER.special.cls}
+    assert set(ids[:, -1].tolist()) == {TOKENIZER.special.sep}
+    assert 0.1 < float((ids == TOKENIZER.mask_id).float().mean()) < 0.2 + 1 / TOKENIZER.size
+
+
 @torch.no_grad()
 def test_calibration_has_a_seed_and_at_most_64_tokens() -> None:
     made = model(max_positions=100)

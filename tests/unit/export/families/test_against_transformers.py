@@ -449,6 +449,7 @@ def test_the_order_of_sentences_is_no_promise_of_the_next_sentence(tmp_path: Pat
         ("modernbert", {"layer_types": ["full_attention"]}, "1 kinds of attention for 3 layers"),
         ("modernbert", {"rope_scaling": {"type": "linear"}}, "rope_scaling"),
         ("modernbert", {"rope_parameters": {}}, "global_rope_theta"),
+        ("modernbert", {"rope_parameters": 5}, "must have an object for full_attention, got 5"),
         (
             "modernbert",
             {"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 9.0}}},

@@ -14,6 +14,7 @@ from cloze.service.errors import Overloaded, RateLimited, StartupError
 from cloze.service.http.errors import describe_error, rejection
 from cloze.service.http.keys import Key, KeyEntry, Keys, Permission
 from cloze.service.http.record import Access, Callers, Paths, timeout_s
+from cloze.service.http.watched_files import WatchedFiles
 from tests.support.records import recorded
 from tests.support.refusals import refused
 
@@ -252,11 +253,23 @@ def test_a_changed_file_is_read_again_and_counts_go_on(
     assert keys.find(b"Bearer other") is not two
 
 
+def test_files_whose_permissions_change_are_read_again(tmp_path: Path) -> None:
+    file, modes = file_of(tmp_path / "keys", one="first"), []
+    files = WatchedFiles([file], lambda: modes.append(file.stat().st_mode & 0o777), "keys")
+    files.read()
+    files.look()
+    first = file.stat()
+    while file.stat().st_ctime_ns == first.st_ctime_ns:  # its clock has ticks of milliseconds
+        file.chmod(0o640)
+    files.look()
+    assert modes == [first.st_mode & 0o777, 0o640]
+
+
 NO_FLOAT = f"[a]\nsha256 = '{'0' * 64}'\nscopes = ['admin']\ntokens_per_minute = {'9' * 400}"
 
 
 @pytest.mark.parametrize(
-    "text", ["", "# all comments", "no toml", None, pytest.param(NO_FLOAT, id="no float")]
+    "text", ["", "# all comments", "no toml", "\xff", None, pytest.param(NO_FLOAT, id="no float")]
 )
 def test_a_file_without_keys_is_refused_as_a_damaged_one_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str | None
@@ -267,7 +280,7 @@ def test_a_file_without_keys_is_refused_as_a_damaged_one_is(
     if text is None:
         file.unlink()
     else:
-        file.write_text(text)
+        file.write_text(text, "latin-1")
     keys.file.look()
     keys.file.look()
     assert keys.find(b"Bearer first")

@@ -107,7 +107,7 @@ bench: install  ## Measure the default model: the engine alone and the server.
 	$(BIN)/cloze bench run
 
 docs: install  ## Renew the generated documents.
-	$(BIN)/python -m cloze.model_store.tensor_reference > docs/tensors.md
+	$(BIN)/python scripts/tensor-reference
 	$(BIN)/python scripts/route-reference
 	$(BIN)/python scripts/family-reference
 	$(BIN)/python scripts/command-reference

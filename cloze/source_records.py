@@ -7,14 +7,15 @@ that the next start takes the bundle without reading the files.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
 from cloze.model_store.manifest import Precision
 from cloze.model_store.plain_files import sha256_of
 from cloze.model_store.store import Store, StoreError
+from cloze.model_store.system import locked
 
 _RECORDS, _LOCK = ".sources", ".lock"
 
@@ -112,29 +113,18 @@ class SourceRecord:
             temporary.unlink(missing_ok=True)
 
 
-@contextmanager
-def one_at_a_time(root: Path, waits: Callable[[], None]) -> Iterator[None]:
+def one_at_a_time(root: Path, waits: Callable[[], None]) -> AbstractContextManager[None]:
     """Let one process at a time add a model to a store; the others wait.
 
-    The system releases the lock of a process that ends. Where the store cannot be written, or its
-    file system cannot lock a file, nobody waits, and two processes may add one model twice.
+    Without a lock (see `locked`), nobody waits, and two processes may add one model twice.
 
     Args:
         root: the folder of the store, created if missing.
         waits: called before this process waits for another one.
     """
-    from filelock import FileLock, Timeout  # takes 12 ms that other commands do not need
-
-    with ExitStack() as stack:
-        with suppress(OSError):
-            root.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(root / _LOCK)
-            try:
-                stack.enter_context(lock.acquire(blocking=False))
-            except Timeout:
-                waits()
-                stack.enter_context(lock.acquire())
-        yield
+    with suppress(OSError):
+        root.mkdir(parents=True, exist_ok=True)
+    return locked(root / _LOCK, waits)
 
 
 def snapshot(folder: Path) -> Snapshot:

@@ -18,11 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from cloze.bulk.errors import BulkError
 from cloze.bulk.plan import FileFormat, InputFile, Plan, Shard
-from cloze.model_store.system import sync
+from cloze.model_store.system import locked, sync
 
 _MANIFEST = "_manifest.json"
 _REPORTS = "_reports"
@@ -158,17 +156,11 @@ class RunFolder:
             (self.path / _REPORTS).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise BulkError(f"cannot write to {self.path}: {error.strerror}") from None
-        lock = FileLock(self.path / _REPORTS / _LOCK)
-        try:
-            lock.acquire(blocking=False)
-        except Timeout:
-            raise BulkError(f"another run writes to {self.path}") from None
-        except OSError:  # a file system without locks
-            pass
-        try:
+        with locked(self.path / _REPORTS / _LOCK, self._refuse):
             yield
-        finally:
-            lock.release()
+
+    def _refuse(self) -> None:
+        raise BulkError(f"another run writes to {self.path}")
 
 
 def _check_identity(folder: Path, recorded: dict[str, Any], identity: dict[str, Any]) -> None:

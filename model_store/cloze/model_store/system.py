@@ -6,7 +6,8 @@ psutil and filelock do the rest. `cloze.service.machine` has what only a server 
 import ctypes
 import getpass
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
@@ -37,6 +38,28 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def locked(file: Path, busy: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock of a file, which the system releases when this process ends.
+
+    Call `busy` if another process holds the lock; unless `busy` raises, wait for that process.
+    Where the file cannot be written, or its file system has no locks, hold nothing.
+    """
+    from filelock import FileLock, Timeout  # takes 12 ms that most commands do not need
+
+    # By default, filelock takes the existing file for a lock where the file system has none, and
+    # waits for a process that ended long ago.
+    lock = FileLock(file, fallback_to_soft=False)
+    with ExitStack() as stack:
+        with suppress(OSError):
+            try:
+                stack.enter_context(lock.acquire(blocking=False))
+            except Timeout:
+                busy()
+                stack.enter_context(lock.acquire())
+        yield
 
 
 def user() -> str:

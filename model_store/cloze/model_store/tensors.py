@@ -1,7 +1,7 @@
 """The tensors of a bundle's graph: how one is described, and the inputs and tables of the trunk.
 
-The tensors of a head are in the head's module. `docs/tensors.md` is generated from both by
-`cloze.model_store.tensor_reference`.
+The tensors of a head are in the head's module. `scripts/tensor-reference` generates
+`docs/tensors.md` from both.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class TensorSpec:
 
     Attributes:
         shape: the tensor's sizes; a letter stands for a size that differs per batch or per model.
-            A letter has one meaning in all tensors, see `tensor_reference.LETTERS`: onnxruntime
+            A letter has one meaning in all tensors, which `docs/tensors.md` lists: onnxruntime
             takes two sizes of one graph with the same letter for equal when it shares buffers.
         layout: the only layout that has the tensor; None: both layouts have the tensor.
         packed_shape: the shape in the packed layout, where that shape differs.

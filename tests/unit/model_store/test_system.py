@@ -5,6 +5,8 @@ import errno
 import fcntl
 import getpass
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,3 +90,59 @@ def test_without_glibc_memory_is_left_to_the_system(
         monkeypatch.setattr(ctypes, "CDLL", library)
         system.keep_freed_memory()
         system.return_freed_memory()
+
+
+# ---- locks -------------------------------------------------------------------------------------
+
+
+class Busy(Exception):
+    pass
+
+
+def refuse() -> None:
+    raise Busy
+
+
+def test_a_lock_keeps_others_out_until_its_end(tmp_path: Path) -> None:
+    with system.locked(tmp_path / "lock", refuse):
+        with pytest.raises(Busy), system.locked(tmp_path / "lock", refuse):
+            pass
+        program = f"""
+from pathlib import Path
+from cloze.model_store.system import locked
+with locked(Path({os.fspath(tmp_path / "lock")!r}), lambda: print("waits", flush=True)):
+    print("has it")
+"""
+        other = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        assert other.stdout is not None
+        assert other.stdout.readline() == "waits\n"
+    assert other.communicate(timeout=60)[0] == "has it\n"
+    with system.locked(tmp_path / "lock", refuse):  # the file has stayed, the lock has not
+        pass
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("is_left", [False, True])
+def test_nobody_waits_on_a_file_system_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, is_left: bool
+) -> None:
+    def flock(_: int, __: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    if is_left:  # by a process that was killed
+        (tmp_path / "lock").write_text("123\nanother-host\n")
+    with system.locked(tmp_path / "lock", refuse), system.locked(tmp_path / "lock", refuse):
+        pass
+
+
+def test_nobody_waits_for_a_lock_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(file: str, *_: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", file)
+
+    with system.locked(tmp_path / "missing/lock", refuse), monkeypatch.context() as patch:
+        patch.setattr(os, "open", refused)
+        with system.locked(tmp_path / "lock", refuse):
+            pass

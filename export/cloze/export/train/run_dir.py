@@ -15,11 +15,11 @@ from typing import Any, Protocol
 
 import torch
 from accelerate import PartialState
-from filelock import FileLock, Timeout
 
 from cloze.export.errors import TrainError
 from cloze.export.train.device import is_main
 from cloze.export.train.recipe import Recipe
+from cloze.model_store import system
 from cloze.model_store.plain_files import replacing
 
 IDENTITY = "run.json"
@@ -35,8 +35,8 @@ CHECKPOINT = "checkpoint"
 def locked(run_dir: Path) -> Iterator[None]:
     """Make the directory, and keep runs of other processes out of it.
 
-    The system releases the lock of a process that ends. A file beside the lock names the process.
-    On a file system without locks, nothing is kept out.
+    A file beside the lock names the process. Without a lock (see `system.locked`), nothing is kept
+    out.
 
     Raises:
         TrainError: another run is in the directory.
@@ -45,21 +45,17 @@ def locked(run_dir: Path) -> Iterator[None]:
         yield  # a process of the run whose main process has the lock
         return
     _make(run_dir)
-    lock, owner = FileLock(run_dir / LOCK), run_dir / OWNER
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
+    owner = run_dir / OWNER
+
+    def refuse() -> None:
         name = owner.read_text().strip() if owner.is_file() else ""
         raise TrainError(
             f"{name or 'another process'} runs in {run_dir}; end it first, or give another folder"
-        ) from None
-    except OSError:
-        pass
-    try:
+        )
+
+    with system.locked(run_dir / LOCK, refuse):
         owner.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
         yield
-    finally:
-        lock.release()
 
 
 def _make(run_dir: Path) -> None:

@@ -296,6 +296,7 @@ def test_what_does_not_apply_is_said(finished: Path, stories: Path, tmp_path: Pa
         "--embeddings-from needs keep_embeddings = true in the recipe"
     )
     assert line(FURTHER, *originals).startswith("--embeddings-from needs --from")
+    assert line(keeping, *started, *originals) == f"{finished} holds no config.json"
     gone = ("--embeddings-from", tmp_path / "gone")
     assert line(keeping, *started, *gone) == f"no directory {tmp_path / 'gone'}"
     replaced = FURTHER.replace('"nsp"', '"none", method = "rtd"')

@@ -114,6 +114,11 @@ def test_only_folders_of_one_kind_have_an_average(tmp_path: Path) -> None:
     (answers / "vocab.txt").write_text((answers / "vocab.txt").read_text() + "more\n")
     with pytest.raises(TrainError, match="qa has another vocabulary than"):
         mean_of([one, answers], tmp_path / "mean")
+    BertForSequenceClassification.from_pretrained(one).save_pretrained(one, max_shard_size="20KB")
+    (one / "model.safetensors").unlink(missing_ok=True)
+    next(one.glob("model-00002-of-*")).unlink()
+    with pytest.raises(TrainError, match=r"1 cannot be loaded: .* names model-00002-of-.*missing"):
+        mean_of([one, answers], tmp_path / "mean")
 
 
 @pytest.mark.parametrize(

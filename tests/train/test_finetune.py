@@ -327,6 +327,25 @@ def test_a_run_with_patience_keeps_its_best_weights(bert: Path, tmp_path: Path) 
     assert (trained / "model.safetensors").read_bytes() == before
 
 
+def test_a_folder_belongs_to_its_held_out_rows_and_its_number_of_processes(
+    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more, recipe = write("label", tmp_path / "more.jsonl"), one_epoch("label")
+    run("label", bert, tmp_path, "--held-out-labelled", str(more), recipe=recipe)
+    given = ["finetune-classify", bert, "--labelled", tmp_path / "data.jsonl"]
+    given += ["--recipe", tmp_path / "recipe.toml", "--out", tmp_path / "run", "--device", "cpu"]
+    for what, options in {
+        "file of rows and another file of held-out rows": ["--labelled", more],
+        "file of held-out rows": [],
+        "number of processes": ["--held-out-labelled", more],
+    }.items():
+        if what.startswith("number"):
+            monkeypatch.setattr("cloze.export.train.run_dir.processes", lambda: 2)
+        ran = invoke(*given, *options)
+        assert ran.exit_code == 1
+        assert f"holds a run with another {what}; give another" in ran.output
+
+
 @pytest.mark.slow
 def test_two_processes_learn_as_one_with_twice_the_batches(bert: Path, tmp_path: Path) -> None:
     data = write("label", tmp_path / "rows.jsonl")
@@ -383,6 +402,7 @@ BAD_ROWS: list[tuple[Any, Any, str, str]] = [
     (GOOD, GOOD, "class_weights = {zz = 2.0}\n", "class_weights: no row .* label 'zz'"),
     (GOOD, GOOD, "tokens = 100\n", "sequences of 100 tokens exceed the checkpoint's 66 positions"),
     (GOOD, GOOD, "sise = 1\n", "recipe.toml: unknown key sise"),
+    (GOOD, None, "patience = 2\nheld_out = 0.0\n", "patience = 2 needs held-out data, and none"),
     (GOOD, GOOD, 'tokens = 40\n[lora]\ntargets = ["pooler"]\n', "lora.targets.0: .*'pooler'"),
 ]
 
@@ -424,6 +444,7 @@ BAD_FOLDERS: list[tuple[Callable[[Path], object], str]] = [
     (lambda source: (source / "config.json").unlink(), "holds no config.json"),
     (lambda source: (source / "config.json").write_text("{"), "config.json"),
     (lambda source: (source / WEIGHTS).unlink(), "holds no weights"),
+    (lambda source: (source / "tokenizer.json").unlink(), "it holds no tokenizer.json or vocab"),
     (lambda source: (source / WEIGHTS).write_bytes(b"x" * 99), "cannot be loaded"),
     (lambda source: (source / WEIGHTS).rename(source / "pytorch_model.bin"), "is never loaded"),
     (lambda source: (source / "tokenizer.json").write_text("{"), "cannot be loaded"),

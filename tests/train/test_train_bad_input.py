@@ -296,6 +296,7 @@ def test_what_does_not_apply_is_said(finished: Path, stories: Path, tmp_path: Pa
         "--embeddings-from needs keep_embeddings = true in the recipe"
     )
     assert line(FURTHER, *originals).startswith("--embeddings-from needs --from")
+    assert line(keeping, *started, *originals) == f"{finished} holds no config.json"
     gone = ("--embeddings-from", tmp_path / "gone")
     assert line(keeping, *started, *gone) == f"no directory {tmp_path / 'gone'}"
     replaced = FURTHER.replace('"nsp"', '"none", method = "rtd"')
@@ -402,6 +403,7 @@ BAD_PAIRS = [
     (b"", "there are no pairs in {file}"),
     (b"a king,a girl,2\nan owl,it,2\n", "all 2 pairs have the score 2: there is nothing to rank"),
     (b"a king,a girl,2.5\nan owl,3\n", "{file}, line 2 is not 'sentence,sentence,score': 'an owl"),
+    (b'"a\nking",a girl,2.5\nan owl\n', "{file}, line 3 is not 'sentence,sentence,score': 'an owl"),
     (b"a king,a girl,nan\n", "{file}, line 1: the score nan is not a finite number"),
     (b"a" * 200_000 + b",a girl,2.5\n", "{file} cannot be read: field larger than field limit"),
 ]

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, BertTokenizerFast
 
-from cloze.export.measure.corpus import PreparedCorpus, prepare_corpus
+from cloze.export.measure.corpus import Corpus, PreparedCorpus, prepare_corpus
 from cloze.export.measure.documents import is_held_out, read_documents, split_sentences
 from cloze.export.measure.examples import (
     IS_NEXT,
@@ -292,15 +292,24 @@ def test_pairs_are_what_they_claim(
     assert 0.4 < np.mean(labels) < 0.6
 
 
+def places(corpus: Corpus, ids: np.ndarray) -> list[int]:
+    """Return where a corpus has these tokens one after the other."""
+    windows = np.lib.stride_tricks.sliding_window_view(corpus.tokens, len(ids))
+    return np.flatnonzero((windows == ids).all(1)).tolist()
+
+
 def test_single_texts_hold_the_whole_corpus(vocabulary: Folder, corpus: PreparedCorpus) -> None:
     source = sequences(corpus, vocabulary, SentenceObjective.NONE)
-    seen = np.zeros(len(corpus.train.tokens), bool)
+    seen, unique = np.zeros(len(corpus.train.tokens), bool), []
     for number in range(len(source)):
-        piece = source.make(number, source.rng(number)).input_ids[1:-1].tolist()
-        at = source.start(number)
-        assert corpus.train.tokens[at : at + len(piece)].tolist() == piece
-        seen[at : at + len(piece)] = True
+        piece = source.make(number, source.rng(number)).input_ids[1:-1]
+        found = places(corpus.train, piece)
+        assert found
+        unique.append(len(found) == 1)
+        for at in found:
+            seen[at : at + len(piece)] = True
     assert seen.all()
+    assert np.mean(unique) > 0.7
     sequence = source.make(0, source.rng(0))
     assert sequence.label is None
     assert not sequence.token_type_ids.any()
@@ -371,31 +380,33 @@ def test_any_batch_can_be_asked_for_at_any_time(vocabulary: Folder, corpus: Prep
     assert not (np.concatenate(labels[40:]) == UNPAIRED).any()
 
 
+def are_of_a_sentence(corpus: Corpus, ids: np.ndarray) -> bool:
+    """Return whether some sentence of a corpus has these tokens one after the other."""
+    starts = set(corpus.sentences.tolist())
+    return any(not starts & {*range(at + 1, at + len(ids))} for at in places(corpus, ids))
+
+
 def test_a_share_of_examples_is_one_sentence(vocabulary: Folder, corpus: PreparedCorpus) -> None:
     examples = sequences(corpus, vocabulary, SentenceObjective.NSP, single=0.5)
     made = [examples.make(number, examples.rng(number)) for number in range(len(examples))]
     single = [example for example in made if example.label == UNPAIRED]
     assert 0.4 < len(single) / len(made) < 0.6
     separator = vocabulary.text.token_to_id("[SEP]")
-    starts = set(corpus.train.sentences.tolist())
-    for number, example in enumerate(made):
+    for example in made:
         is_single = example.label == UNPAIRED
         assert (example.input_ids == separator).sum() == (1 if is_single else 2)
         if is_single:
             assert not example.token_type_ids.any()
-            first = examples.start(number)
-            inside = set(range(first + 1, first + len(example.input_ids) - 2))
-            assert not inside & starts, "one sentence, or the part of one that fits"
+            assert are_of_a_sentence(corpus.train, example.input_ids[1:-1]), (
+                "or of a part that fits"
+            )
 
 
 def test_single_sentences_need_no_objective(vocabulary: Folder, corpus: PreparedCorpus) -> None:
     examples = sequences(corpus, vocabulary, SentenceObjective.NONE, single=0.99)
-    starts = set(corpus.train.sentences.tolist())
-    crossed = 0
-    for number in range(len(examples)):
-        example, first = examples.make(number, examples.rng(number)), examples.start(number)
-        assert example.label is None
-        crossed += bool(starts & {*range(first + 1, first + len(example.input_ids) - 2)})
+    made = [examples.make(number, examples.rng(number)) for number in range(len(examples))]
+    assert {example.label for example in made} == {None}
+    crossed = sum(not are_of_a_sentence(corpus.train, each.input_ids[1:-1]) for each in made)
     assert crossed < 0.1 * len(examples)
 
 

@@ -57,7 +57,9 @@ def test_a_wrong_pair_names_line_and_value(tmp_path: Path, row: str) -> None:
         read_word_pairs(file)
 
 
-def test_a_copy_is_on_the_side_of_its_original(text: Path, tmp_path: Path) -> None:
+def test_a_copy_is_on_the_side_of_its_original(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out.jsonl"
     words = read_word_pairs()
     assert write_counterfactuals([text], words, out) == 40
@@ -73,6 +75,9 @@ def test_a_copy_is_on_the_side_of_its_original(text: Path, tmp_path: Path) -> No
     with pytest.raises(TrainError, match="nothing would change"):
         write_counterfactuals([text], WordPairs([("x", "y")]), out)
     assert len(list(read_documents([out]))) == 81, "the old file is whole"
+    monkeypatch.setattr("cloze.export.train.word_pairs.is_main", lambda: False)
+    assert write_counterfactuals([text], words, tmp_path / "other.jsonl") == 0
+    assert not (tmp_path / "other.jsonl").exists(), "the main process of a run writes"
 
 
 @pytest.mark.parametrize("normalised", [False, True])

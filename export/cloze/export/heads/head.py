@@ -27,7 +27,7 @@ class HeadGraph:
     """The graph to which a head is added.
 
     Attributes:
-            [B, S, H] or [T, H].
+        states: names of the outputs of the embeddings and of each layer, [B, S, H] or [T, H] each.
         rows: name of the trunk's output in the shape [T, H].
     """
 

@@ -151,7 +151,7 @@ def preferences(subject: Subject, pairs: Sequence[SentencePair]) -> Floats64:
             rows += mask_each(both[side], positions, tokenizer.mask_id)
             owners += [2 * number + side] * len(positions)
     values = [float(values[0]) for _, values in score_masks(subject.scorer, rows, k=1)]
-    more, less = np.bincount(owners, values, len(ids)).reshape(-1, 2).T
+    more, less = np.bincount(np.array(owners, int), values, len(ids)).reshape(-1, 2).T
     return np.where(np.isclose(more, less, rtol=1e-6), 0.5, more > less)
 
 

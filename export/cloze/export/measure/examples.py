@@ -123,10 +123,6 @@ class EpochExamples:
         segment = int(self._order[number])
         return np.random.default_rng([self._options.seed, self._options.epoch, 1 + segment])
 
-    def start(self, number: int) -> int:
-        """Return the position in the corpus' tokens at which an example was cut."""
-        return int(self._segments[self._order[number], 0])
-
     def make(self, number: int, rng: np.random.Generator) -> TrainingExample:
         """Return the example with this number in the epoch's random order."""
         segment = int(self._order[number])

@@ -53,7 +53,8 @@ def read_sentences(file: Path) -> list[Sentence]:
         accepted = tuple(word.strip().lower() for word in words.split(",") if word.strip())
         if text.count(_MASK_TOKEN) != 1 or not accepted:
             raise DataError(
-                f"{file}, line {number}: a sentence with one {_MASK_TOKEN}, a tab, and words"
+                f"{file}, line {number}: a sentence with one {_MASK_TOKEN}, a tab, and words are "
+                f"expected, got {line.strip()!r:.80}"
             )
         sentences.append(Sentence(text, accepted))
     if not sentences:

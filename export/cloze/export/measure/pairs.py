@@ -36,7 +36,7 @@ def read_pairs(files: list[Path]) -> list[ScoredPair]:
     for file in files:
         rows = csv.reader(read_lines(file))
         try:
-            pairs += [_pair(row, f"{file}, line {number}") for number, row in enumerate(rows, 1)]
+            pairs += [_pair(row, f"{file}, line {rows.line_num}") for row in rows]
         except csv.Error as error:
             raise DataError(f"{file} cannot be read: {error}") from error
     if not pairs:

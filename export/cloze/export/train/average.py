@@ -19,7 +19,6 @@ from cloze.export.train.card import front_matter
 from cloze.export.train.folder import CARD, Folder, one_line_errors, open_folder
 
 _COPIED: Final = (".json", ".txt", ".model", ".metadata")
-_WEIGHTS: Final = (".safetensors", ".pt")
 
 
 def average(sources: Sequence[str], folder: Path, license_name: str | None = None) -> Path:
@@ -82,13 +81,14 @@ def _read(source: Folder) -> dict[tuple[Path, str], tuple[Path, str, Tensor]]:
     They are those of the encoder, of its heads, and of modules after the pooling. The keys are
     equal in folders that keep the tensors in other shards, or the encoder without its heads.
     """
-    assert source.weights
+    files = source.weights  # of the encoder: raises if a shard is missing
+    for file in sorted(source.card.rglob("*")):
+        is_beside = file.suffix == ".safetensors" and file.parent != source.path
+        files += [file] if is_beside or file.suffix == ".pt" else []
     with torch.device("meta"):
         model: Any = AutoModel.from_config(source.config)  # type: ignore[no-untyped-call]
     tensors = {}
-    for path in sorted(source.card.rglob("*")):
-        if path.suffix not in _WEIGHTS:
-            continue
+    for path in files:
         file, is_pt = path.relative_to(source.card), path.suffix == ".pt"
         with one_line_errors(path):
             loaded = torch.load(path, weights_only=True) if is_pt else load_file(path)

@@ -243,6 +243,7 @@ def finetune_embedding(
     inputs = {
         "checkpoint": source.weights_sha256,
         "file of pairs": fingerprint(pairs),
+        "file of held-out pairs": fingerprint(held_out_pairs) if held_out_pairs else None,
         "text": fingerprint(text),
     }
     acquire_run_dir(options.run_dir, recipe, inputs)

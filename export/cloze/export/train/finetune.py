@@ -69,8 +69,11 @@ def finetune(
         task = read_windows(files, recipe, source, options.report)
     else:
         task = read_rows(files, held_out_files, recipe, source.text, options.report)
-    read = [*files, *held_out_files]
-    inputs = {"checkpoint": source.weights_sha256, "file of rows": fingerprint(read)}
+    inputs = {
+        "checkpoint": source.weights_sha256,
+        "file of rows": fingerprint(files),
+        "file of held-out rows": fingerprint(held_out_files) if held_out_files else None,
+    }
     acquire_run_dir(options.run_dir, recipe, inputs)
     sets = label_sets([task])
     network: Any = model_of(
@@ -88,7 +91,8 @@ def finetune(
         options.report(str(calibration))
         calibrated = sets[task.head].calibrated(None, calibration.temperature)
         setattr(network.config, HEAD_SECTIONS, {task.head: calibrated.model_dump(mode="json")})
-    run = Run("An encoder fine-tuned for one task", source, read, recipe, options, step, figures)
+    read, title = [*files, *held_out_files], "An encoder fine-tuned for one task"
+    run = Run(title, source, read, recipe, options, step, figures)
     return write_run(network, source.tokenizer, run)
 
 

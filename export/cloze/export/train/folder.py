@@ -39,6 +39,7 @@ CARD: Final = "README.md"
 _HUB = "hub:"
 _DOWNLOADED: Final = ("*.json", "*.safetensors", "*.txt", "*.model", CARD)
 _SKIPPED: Final = ("onnx/*", "openvino/*")
+_TOKENIZERS: Final = ("tokenizer.json", "vocab.*", "*.model")
 MODULES: Final = "modules.json"
 
 
@@ -81,6 +82,10 @@ class Folder:
         Raises:
             TrainError: the tokenizer is missing or damaged.
         """
+        if not any(file for name in _TOKENIZERS for file in self.path.glob(name)):
+            raise TrainError(
+                f"{self.path} cannot be loaded: it holds no {' or '.join(_TOKENIZERS)}"
+            )
         with one_line_errors(self.path):
             tokenizer = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
         if not tokenizer.is_fast:
@@ -125,16 +130,28 @@ class Folder:
 
     @property
     def weights(self) -> list[Path]:
-        """The files of the weights.
+        """The files of the weights: one file, or the shards of an index.
 
         Raises:
-            TrainError: there are none in the format safetensors.
+            TrainError: there are none in the format safetensors, or a shard is missing.
         """
-        files = sorted(self.path.glob("model*.safetensors"))
-        if not files:
+        file = self.path / "model.safetensors"
+        index = file.with_name(f"{file.name}.index.json")
+        if file.is_file() or not index.is_file():
+            files = [file]
+        else:
+            with one_line_errors(index):
+                names = set(json.loads(index.read_bytes())["weight_map"].values())
+                files = [self.path / name for name in sorted(names)]
+        missing = next((each for each in files if not each.is_file()), None)
+        if missing == file:
             is_pickled = any(self.path.glob("pytorch_model*.bin"))
             why = "pytorch_model.bin is never loaded, since it can run code: " if is_pickled else ""
             raise TrainError(f"{self.path} holds no weights: {why}it needs model.safetensors")
+        if missing:
+            raise TrainError(
+                f"{self.path} cannot be loaded: {index.name} names {missing.name}, which is missing"
+            )
         return files
 
     def has_tensor(self, part: str) -> bool:

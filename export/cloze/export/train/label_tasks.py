@@ -62,6 +62,7 @@ _FIGURES: Final = {
 
 Row = TypeVar("Row", bound=LabelledText | TaggedSentence)
 Labels = TypeVar("Labels", bound=LabelSet)
+Spread = TypeVar("Spread")
 
 
 class _LabelledRows(TaskRows, Generic[Row, Labels]):
@@ -261,7 +262,7 @@ def _read(
     return parts
 
 
-def _spread(rows: list[Row], count: int | None) -> list[Row]:
+def _spread(rows: list[Spread], count: int | None) -> list[Spread]:
     """Return about ``count`` evenly spread rows; None: all."""
     return rows[:: max(1, len(rows) // count)] if count else rows
 
@@ -339,7 +340,7 @@ def read_windows(
             held_out.append(question)
         elif question.impossible or question.is_placed:
             learnt.append(question)
-    held_out = held_out[:: max(1, len(held_out) // measured)] if measured else held_out
+    held_out = _spread(held_out, measured)
     windows, held_out_windows = (
         make_windows(
             questions,

@@ -76,12 +76,13 @@ def train(
         The number of steps after which the module had the weights that it has now.
 
     Raises:
-        TrainError: the loss or a weight is not finite, the disk is full, or the run was
-            interrupted. The last good checkpoint is kept.
+        TrainError: there is nothing to measure for the recipe's patience, the loss or a weight is
+            not finite, the disk is full, or the run was interrupted. The last good checkpoint is
+            kept.
     """
     run_dir, steps, optimisation = options.run_dir, objective.steps, recipe.rates
     run_dir.mkdir(parents=True, exist_ok=True)
-    module = objective.module.to(options.device).train()
+    module = objective.module.to(options.device)
     patience = recipe.patience if isinstance(recipe, FinetuneRecipe) else 0
     kept = KeptWeights(module, round((1 - optimisation.average) * steps), patience)
     adamw = make_optimizer(module, optimisation)
@@ -89,6 +90,9 @@ def train(
     first_step = load_state(run_dir, parts, options.device)
     if first_step:
         options.report(f"going on after step {first_step} of {steps}")
+    elif patience and figure not in objective.evaluate(0):
+        raise TrainError(f"patience = {patience} needs held-out data, and none is given")
+    module.train()
     accelerator = open_accelerator(options.device, optimisation.precision)
     progress = Progress(run_dir, first_step, steps) if accelerator.is_main_process else None
     loop = _Loop(objective, options, recipe, parts, adamw, kept, figure, accelerator, progress)

@@ -119,8 +119,8 @@ def _check_starts(
     if not keeps:
         raise TrainError("--embeddings-from needs keep_embeddings = true in the recipe")
     size = source.config.hidden_size
-    is_alike = embeddings_from.text.get_vocab() == source.text.get_vocab()
-    if not is_alike or embeddings_from.config.hidden_size != size:
+    has_size = embeddings_from.config.hidden_size == size
+    if not has_size or embeddings_from.text.get_vocab() != source.text.get_vocab():
         raise TrainError(
             f"{embeddings_from.location} has another vocabulary than {source.location}, or its "
             f"embeddings have not {size:,} dimensions"

@@ -17,7 +17,7 @@ import torch
 from accelerate import PartialState
 
 from cloze.export.errors import TrainError
-from cloze.export.train.device import is_main
+from cloze.export.train.device import is_main, processes
 from cloze.export.train.recipe import Recipe
 from cloze.model_store import system
 from cloze.model_store.plain_files import replacing
@@ -79,7 +79,9 @@ def acquire_run_dir(run_dir: Path, recipe: Recipe, inputs: Mapping[str, str | No
             ``run.json`` is damaged.
     """
     file = run_dir / IDENTITY
-    identity = {"recipe": recipe.model_dump(mode="json"), "inputs": dict(inputs)}
+    count = str(processes()) if processes() > 1 else None  # a step learns from a batch of each
+    inputs = dict(inputs) | {"number of processes": count}
+    identity = {"recipe": recipe.model_dump(mode="json"), "inputs": inputs}
     content = f"{json.dumps(identity, indent=2)}\n".encode()
     with PartialState().main_process_first():
         _make(run_dir)

@@ -5,9 +5,12 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from accelerate import PartialState
+
 from cloze.export.errors import TrainError
 from cloze.export.measure.data_files import read_lines
 from cloze.export.measure.documents import read_documents
+from cloze.export.train.device import is_main
 from cloze.model_store.plain_files import replacing
 
 _GENDER_WORDS = Path(__file__).parent / "gender-words.tsv"
@@ -74,12 +77,19 @@ def write_counterfactuals(files: Iterable[Path], words: WordPairs, out: Path) ->
     Pre-training on the result is counterfactual data augmentation (Zmigrod et al. 2019). A copy has
     the title of its original, so a split by title never holds out one of them.
 
+    Of several processes of a run, the main one writes.
+
     Returns:
-        The number of copies.
+        The number of copies; 0 in another process than the main one.
 
     Raises:
         TrainError: a file cannot be read, or no document has such a word.
     """
+    with PartialState().main_process_first():
+        return _write(files, words, out) if is_main() else 0
+
+
+def _write(files: Iterable[Path], words: WordPairs, out: Path) -> int:
     copies = 0
     with replacing(out) as new_file, new_file.open("w", encoding="utf-8") as stream:
         for document in read_documents(files):

@@ -76,6 +76,7 @@ def test_preferences_are_those_of_transformers(folder: Path, subject: Subject) -
     assert set(expected) == {0.0, 1.0}
     assert preferences(subject, PAIRS).tolist() == expected
     assert preferences(subject, [SentencePair("he", "he")]).tolist() == [0.5]
+    assert preferences(subject, [SentencePair("he", "she")]).tolist() == [0.5], "nothing is shared"
 
 
 def test_the_share_has_an_interval_and_kinds_have_theirs(subject: Subject, tmp_path: Path) -> None:

@@ -16,15 +16,15 @@ _INTRODUCTION = """\
 
 <!-- Generated: python -m cloze.model_store.tensor_reference > docs/tensors.md -->
 
-This page is generated from `model_store/tensors.py` and `model_store/heads/`. Do not edit the page.
-After a change of a tensor, run `python -m cloze.model_store.tensor_reference > docs/tensors.md`.
+This page is generated from `cloze.model_store.tensors` and `cloze.model_store.heads`. Do not edit
+the page. After a change of a tensor, run `make docs`.
 
 A graph has the inputs of the encoder, and the inputs and outputs of each head that the bundle has.
 The encoder computes `hidden`: one row of hidden states per token of the batch, `[T, H]`. `hidden`
 is not an output. Each head selects rows of `hidden` by their row numbers.
 
-A letter has one meaning in all tensors. A head that no encoding asks for gets inputs with zero
-rows. "absent": the layout does not have the tensor.
+A letter has one meaning in all tensors. If no encoding of a batch requests a head, the inputs of the
+head have no rows: without masks, M is 0. "absent": the layout does not have the tensor.
 
 """
 

@@ -23,8 +23,8 @@ A graph has the inputs of the encoder, and the inputs and outputs of each head t
 The encoder computes `hidden`: one row of hidden states per token of the batch, `[T, H]`. `hidden`
 is not an output. Each head selects rows of `hidden` by their row numbers.
 
-A letter has one meaning in all tensors. If no encoding of a batch requests a head, the inputs of the
-head have no rows: without masks, M is 0. "absent": the layout does not have the tensor.
+A letter has one meaning in all tensors. If no encoding of a batch requests a head, the inputs of
+the head have no rows: without masks, M is 0. "absent": the layout does not have the tensor.
 
 """
 

@@ -95,6 +95,14 @@ def test_every_link_leads_to_a_file_and_a_heading() -> None:
     assert broken == []
 
 
+@pytest.mark.parametrize("document", LINKING, ids=lambda document: document.name)
+def test_no_line_of_a_paragraph_begins_a_list(document: Path) -> None:
+    """A sentence that is wrapped before "1. " becomes a list of one point."""
+    text = document.read_text()
+    wrapped = re.findall(r"^(?! *\d+\. | *[-*|<]).*\w.*\n *1\. .*", text, re.MULTILINE)
+    assert wrapped == []
+
+
 @pytest.mark.parametrize("block", CALLS, ids=named)
 def test_a_call_gets_its_answer(every_task: Server, block: Block, tmp_path: Path) -> None:
     """The models are small and random, so test_readme compares answers."""

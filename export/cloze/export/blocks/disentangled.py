@@ -35,7 +35,7 @@ in blocks of 64, 23.0 of 128, 25.5 of 256.
 class DistanceBlocks(NamedTuple):
     """Names of values of a graph that describe its blocks, each with its distances to all tokens.
 
-    Column x of row a of a block belongs to the token x - (L - 1) + a, as W = S + L.
+    A block has W = S + L columns; in its row a, token t is in column t + L - 1 - a.
 
     Attributes:
         tokens: int64 [C, L], the tokens of each block; the last block repeats the last token.

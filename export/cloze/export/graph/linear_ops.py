@@ -69,7 +69,7 @@ class LinearInput:
         step: name of the size of one integer, float32: a value [..., 1] with a step per token, or
             a constant; empty if not quantised.
         floats: name of the value before it was quantised, for graphs with adapters; else empty.
-        offset: what the value lacks [in], because a bias has the product with it; None: nothing.
+        offset: [in], subtracted from the input, its product added to a bias; None: no offset.
     """
 
     value: str

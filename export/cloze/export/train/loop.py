@@ -73,7 +73,7 @@ def train(
             patience.
 
     Returns:
-        The number of steps after which the module had the weights that it has now.
+        The step whose weights the module has: the best one with patience, otherwise the last.
 
     Raises:
         TrainError: there is nothing to measure for the recipe's patience, the loss or a weight is

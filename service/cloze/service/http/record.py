@@ -1,4 +1,4 @@
-"""What the headers of a request say: who sends it, on what terms, and whether it may be sent."""
+"""Reads who sends a request, on what terms, and whether it may; records its answer or refusal."""
 
 import logging
 import random

@@ -1,7 +1,7 @@
 """uvicorn's HTTP protocol with limits: on headers, on time, and on connections.
 
-uvicorn limits neither the size of headers nor the time in which they arrive, and ends no connection
-that has sent nothing.
+uvicorn limits neither the size of headers nor the time in which they arrive, and never
+closes a connection that has not sent a byte.
 
 No other module imports uvicorn's inner modules.
 """

@@ -101,7 +101,7 @@ def test_sentences_with_their_words(tmp_path: Path) -> None:
     ]
     for wrong in ("a\tred", "[MASK] [MASK]\tred", "a [MASK]", "a [MASK]\t ,"):
         file.write_text(f"a [MASK]\tred\n{wrong}\n")
-        with pytest.raises(DataError, match="line 2: a sentence with one .* got '"):
+        with pytest.raises(DataError, match=r"line 2: a sentence with one .* got '"):
             read_sentences(file)
     file.write_text("")
     with pytest.raises(DataError, match="holds no sentences"):

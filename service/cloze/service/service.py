@@ -229,8 +229,6 @@ class Service:
         self._work: set[asyncio.Task[None]] = set()
         self.snapshot = self._make_snapshot(models)
 
-    # ---- the snapshot ---------------------------------------------------------------------------
-
     def _make_snapshot(self, served: Sequence[ServedModel]) -> Snapshot:
         """Return a snapshot, and change nothing else.
 
@@ -287,8 +285,6 @@ class Service:
             references = [*dict.fromkeys(names[model.reference] for model in route.models or ())]
             self._metrics.create_request_series(route.path, references, STATUSES_FROM_ZERO)
 
-    # ---- requests -------------------------------------------------------------------------------
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection with the snapshot that answers now."""
         if scope["type"] == "lifespan":
@@ -314,8 +310,6 @@ class Service:
     def connection_closed(self, connection: Connection) -> None:
         """Forget a connection."""
         self._returns.closed(connection, self._clock.monotonic())
-
-    # ---- begin and end --------------------------------------------------------------------------
 
     async def _live(self, receive: Receive, send: Send) -> None:
         """Begin and end with the server."""
@@ -352,8 +346,6 @@ class Service:
         if self._tracing is not None:
             self._tracing.close()
 
-    # ---- state ----------------------------------------------------------------------------------
-
     @property
     def dead_reason(self) -> str | None:
         """Why an engine is dead; None while all engines run."""
@@ -376,8 +368,6 @@ class Service:
         self.certificate.files.look()
         if self._callers.keys is not None:
             self._callers.keys.file.look()
-
-    # ---- reload ---------------------------------------------------------------------------------
 
     def reload_soon(self) -> None:
         """Reload as soon as no other reload is under way; the log has the outcome."""

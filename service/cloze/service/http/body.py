@@ -223,9 +223,6 @@ class BytesResponse(Response):
             await send({"type": "http.response.body", **message})
 
 
-# ---- JSON ---------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
     """The limits of a body.

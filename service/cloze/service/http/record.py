@@ -217,9 +217,6 @@ class Recorder:
             self.access_log.add(record)
 
 
-# ---- access --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
     """Refuses requests without a key, and requests for another host.

@@ -168,9 +168,6 @@ def _iso_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
-# ---- the access log ------------------------------------------------------------------------------
-
-
 class LineLimit:
     """Lets `_MOST_REFUSALS` lines per second and kind through, and counts the others."""
 

@@ -108,8 +108,6 @@ class ServerProtocol(HttpToolsProtocol):
         self.on_lost: Callable[[], None] | None = None
         self.address = ""
 
-    # ---- the connection -------------------------------------------------------------------------
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Count the connection, or refuse it; see `asyncio.Protocol`."""
         super().connection_made(cast(asyncio.Transport, _OneWrite(transport)))
@@ -153,8 +151,6 @@ class ServerProtocol(HttpToolsProtocol):
             self._timer.cancel()
             self._timer = None
 
-    # ---- written bytes --------------------------------------------------------------------------
-
     def pause_writing(self) -> None:
         """Begin to wait for the client to read; see `asyncio.Protocol`."""
         super().pause_writing()
@@ -166,8 +162,6 @@ class ServerProtocol(HttpToolsProtocol):
         if self._unread_timer is not None:
             self._unread_timer.cancel()
         super().resume_writing()
-
-    # ---- received bytes -------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes, or let them wait behind others."""
@@ -283,8 +277,6 @@ class ServerProtocol(HttpToolsProtocol):
     def _end_half_sent(self) -> None:
         if self.cycle is not None and self.cycle.more_body:
             self.end("its body did not arrive during the drain")
-
-    # ---- refusals -------------------------------------------------------------------------------
 
     def _refuse(self, status: int, message: str, headers: str = "") -> None:
         """Write an error, and close the connection. The table logs refused connections itself."""

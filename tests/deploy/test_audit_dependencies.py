@@ -99,20 +99,6 @@ def test_a_service_that_cannot_be_reached_is_no_vulnerability(pins: Path) -> Non
     assert lines[0].startswith("not audited: the advisory service could not be reached (")
 
 
-@pytest.mark.parametrize("answer", [(404, "not here"), (200, "<html>sign in</html>"), (200, "[]")])
-def test_an_address_that_is_no_advisory_service_is_not_reached(pins: Path, answer: Answer) -> None:
-    with service(lambda _: answer) as (url, _):
-        code, lines = audit(url, str(pins))
-    assert (code, len(lines)) == (UNREACHABLE, 1), lines
-
-
-def test_a_service_that_fails_later_is_a_failed_audit(pins: Path) -> None:
-    with service(lambda name: NOTHING if name == "pip" else (500, "")) as (url, _):
-        code, lines = audit(url, str(pins))
-    assert (code, len(lines)) == (FAILED, 1), lines
-    assert lines[0].startswith("not audited: pip-audit failed: ")
-
-
 def test_packages_without_an_answer_are_not_clean(capsys: pytest.CaptureFixture[str]) -> None:
     report = runpy.run_path(str(ROOT / "scripts" / "audit-dependencies"))["report"]
     clean: dict[str, Any] = {"name": "a", "version": "1", "vulns": []}

@@ -9,6 +9,7 @@ from starlette.testclient import TestClient
 
 from cloze.service.errors import StartupError
 from cloze.service.observe.logs import AccessLog, LineWriter
+from cloze.service.processes.supervisor import supervise
 from cloze.service.service import single_process
 from cloze.service.settings import Settings, load_settings
 from tests.support.fake_engine import FakeEngine
@@ -74,3 +75,15 @@ def test_an_error_of_the_operator_is_found_before_the_models(tiny_store: Path) -
         with pytest.raises(StartupError, match="missing"):
             single_process(fake(tiny_store, **wrong), make)
     assert not opened
+
+
+def test_a_folder_whose_sockets_cannot_be_named_stops_the_start(
+    tiny_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("a" * 100)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    settings = load_settings({"model_store": tiny_store, "frontends": 1, "port": 0})
+    with pytest.raises(StartupError, match="set TMPDIR to a short path"):
+        supervise(settings)
+    assert list(deep.iterdir()) == []

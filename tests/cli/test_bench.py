@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from threading import Thread
@@ -20,16 +19,13 @@ from hypothesis import strategies as st
 
 from cloze.bench.compare import compare
 from cloze.bench.http_client import Connection, Request, post
-from cloze.bench.load import LoadResult, closed_loop, open_loop, poisson
-from cloze.bench.report import table
+from cloze.bench.load import closed_loop, open_loop, poisson
 from cloze.bench.result import (
     ONE_LENGTH,
     Load,
     LoadKind,
-    ResourceUsage,
     Result,
     Turn,
-    make_turn,
 )
 from cloze.bench.texts import read_texts
 from cloze.cli import cli
@@ -227,25 +223,6 @@ def test_a_result_comes_back_from_its_file(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text('{"turns": []}')
     with pytest.raises(ValueError, match="no result of cloze bench"):
         Result.from_json(tmp_path / "bad.json")
-
-
-def test_a_server_stands_beside_its_engine_and_the_peers() -> None:
-    """Names do not decide what is what: only the records do."""
-    load = Load(LoadKind.CLOSED, 4, "closed texts")
-    assert load.name == "closed 4 closed texts"
-    usage, measured = ResourceUsage(), LoadResult(seconds=1.0)
-    found = result(
-        *(
-            replace(make_turn(name, engine, load, 0, measured, usage), texts_per_s=speed)
-            for name, engine, speed in (
-                ("an engine", "an engine", 100.0),
-                ("a server", "an engine", 80.0),
-                ("a server engine", "", 40.0),
-            )
-        )
-    )
-    assert "| closed 4 closed texts | a server | an engine | 0.80 |" in table(found)
-    assert "| closed 4 closed texts | a server | a server engine | 2.00 |" in table(found)
 
 
 def test_the_whole_way(tiny_store: Path, tmp_path: Path) -> None:

@@ -41,20 +41,6 @@ def test_embeddings_are_an_array_whatever_the_batches(server: Server, client: Cl
     assert [rank.score for rank in ranks] == pytest.approx(sorted(cosines, reverse=True))
 
 
-def test_pairs_and_questions(server: Server, client: Client) -> None:
-    pairs = [("the king", text) for text in TEXTS]
-    body = {"inputs": [{"text": first, "next": second} for first, second in pairs]}
-    expected = [labels[0]["score"] for labels in httpx.post(f"{server.url}/nsp", json=body).json()]
-    assert client.nsp(pairs) == pytest.approx(np.array(expected), abs=1e-6)
-    assert client.nsp(("the king", "red")).shape == (1,)
-    context = "paris is the capital of france"
-    answers = client.qa([("what is paris?", context)] * 4, top_k=2)
-    assert [len(row) for row in answers] == [2] * 4
-    best = client.qa(("what is paris?", context))[0][0]
-    assert context[best.start : best.end] == best.answer
-    assert best == answers[0][0]
-
-
 @pytest.mark.anyio
 async def test_the_asynchronous_client_gives_the_same(server: Server, client: Client) -> None:
     without_scheme = server.url.removeprefix("http://")

@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import json
 import shutil
 import subprocess
 import tarfile
@@ -14,15 +13,10 @@ import httpx
 import pytest
 import zstandard
 from click.testing import Result
-from sentence_transformers.sentence_transformer.modules import Pooling
 
 from cloze import archives
-from cloze.export.load.checkpoint import load_checkpoint
-from cloze.fetch import fetch_model
 from cloze.model_store import Store
-from cloze.model_store.plain_files import sha256_of
 from tests.export.test_hub import COMMIT, FakeHub, hub  # noqa: F401  # a fixture
-from tests.export.test_sentence import saved as sentence_transformer
 from tests.support.command import cloze, cloze_here
 from tests.support.object_store import ObjectStore, running_object_store
 from tests.support.serving import running_server
@@ -139,26 +133,6 @@ def test_a_folder_of_an_object_store_is_fetched_once(
     assert len(objects.asked) == asked
     other = last_line(fetch(store, f"{model}#sha256={'0' * 64}", **objects.s3))
     assert f"its sha256 is {digest}, but {'0' * 64} was asked for" in other
-
-
-def test_a_sentence_transformer_without_a_root_config_is_what_its_modules_say(
-    tmp_path: Path,
-) -> None:
-    """Old releases put the encoder into a folder, beside the folder of the pooling."""
-    saved = sentence_transformer(tmp_path / "saved", "bert-plain", Pooling(64, "cls"))
-    (saved / "0_Transformer").mkdir()
-    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
-        (saved / name).rename(saved / "0_Transformer" / name)
-    modules = json.loads((saved / "modules.json").read_text())
-    modules[0]["path"] = "0_Transformer"
-    (saved / "modules.json").write_text(json.dumps(modules))
-    shutil.copytree(saved / "0_Transformer", saved / "00_other")
-    (tmp_path / "fetched").mkdir()
-    fetched = fetch_model(saved.as_uri(), None, tmp_path / "fetched")
-    checkpoint = load_checkpoint(str(fetched.folder))
-    assert not fetched.is_bundle
-    assert checkpoint.recipe.pooling == "cls"
-    assert checkpoint.source.weights_sha256 == sha256_of(saved / "0_Transformer/model.safetensors")
 
 
 def test_a_folder_by_another_file_system_of_fsspec(bundle: Path, tmp_path: Path) -> None:

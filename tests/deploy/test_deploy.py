@@ -212,14 +212,6 @@ def test_a_drain_ends_before_the_kill(monkeypatch: pytest.MonkeyPatch) -> None:
     assert drain_s < int(period.removesuffix("s"))
 
 
-def test_mounts_lie_on_the_bundles_folder_or_tmp() -> None:
-    """Never on ``model_store/``: that would hide the package."""
-    text = (ROOT / "docker-compose.yml").read_text()
-    assert ":/bundles:ro" in text
-    assert not re.search(r":/\S*model_store", text)
-    assert [mount["mountPath"] for mount in CONTAINER["volumeMounts"]] == ["/tmp"]
-
-
 # ---- least privilege ---------------------------------------------------------------------------------------------------
 
 

@@ -239,20 +239,6 @@ def test_an_older_x86_opens_bundles_and_answers_alike(
             assert_alike(precision, ours, answers(server, models))
 
 
-def test_an_older_x86_exports(
-    x86: tuple[Processor, tuple[str, ...]],
-    models: Models,
-    here: dict[str, dict[str, np.ndarray]],
-    tmp_path: Path,
-) -> None:
-    processor, python = x86
-    made = Models(tmp_path, models.cases)
-    shutil.copytree(models.folder / "adapters", tmp_path / "adapters")
-    export_all(models.cases, made.store, *python)
-    with serve(made, "auto", *python, "-m", "cloze", "serve") as server:
-        assert_alike(processor.precision, here[processor.precision], answers(server, models))
-
-
 @pytest.fixture(scope="module")
 def arm64() -> Iterator[Path]:
     """Make a folder of Debian for aarch64, with the wheels of the image and our own.

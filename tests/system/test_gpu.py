@@ -4,9 +4,7 @@
 """
 
 from pathlib import Path
-from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
@@ -16,9 +14,7 @@ from cloze.service.engine import session
 from cloze.service.engine.onnx_engine import OnnxEngine, SessionOptions
 from tests.conftest import has_gpu
 from tests.support import encodings
-from tests.support.faulty import numbers
 from tests.support.profiling import placed, profiled
-from tests.support.serving import running_server
 
 ON_GPU = [
     pytest.mark.gpu,
@@ -69,25 +65,3 @@ class TestOnGpu:
             if "embedding" in one:
                 expected, actual = one["embedding"].array, other["embedding"].array
                 np.testing.assert_allclose(actual, expected, atol=1e-3)
-
-    def test_the_server_answers_as_on_a_cpu(self, packed_store: Path) -> None:
-        texts = ["a", "the cat sat", "the dog ran and the cat sat on the mat"]
-        asked: dict[str, Any] = {
-            "/embed": texts,
-            "/nsp": [{"text": "the cat sat", "next": "the dog ran"}],
-            "/fill-mask": ["the [MASK] sat"],
-            "/qa": {"question": "who sat", "context": "the cat sat and the dog ran"},
-        }
-        found = []
-        for device in ("cpu", "cuda"):
-            with running_server(packed_store, "--device", device, "--frontends", "2") as server:
-                replies = {
-                    path: httpx.post(server.url + path, json={"inputs": inputs}, timeout=60)
-                    for path, inputs in asked.items()
-                }
-                assert all(reply.status_code == 200 for reply in replies.values()), replies
-                found.append(replies)
-                assert f" on {device} in " in "".join(server.log)
-        for path in asked:
-            one, other = (numbers(replies[path].json()) for replies in found)
-            np.testing.assert_allclose(one, other, atol=0.02, err_msg=path)

@@ -84,32 +84,6 @@ def test_several_processes_are_refused_with_the_settings_to_change(tiny_store: P
     assert "processes cannot share a port: set frontends to 0 and gpus to 1" in message
 
 
-PUBLISH = f"""{BEGIN}
-import sys
-from pathlib import Path
-from cloze.model_store import Store
-given, taken = Store(Path(sys.argv[1])), Store(Path(sys.argv[2]))
-bundle = given.open("bert")
-spec = bundle.manifest
-for version in (1, 2):
-    with taken.staging() as folder:
-        for name in bundle.manifest.files:
-            (folder / name).write_bytes(bundle.file(name).read_bytes())
-        fields = {{name: getattr(spec, name) for name in type(spec).__bases__[0].model_fields}}
-        made = taken.publish(folder, type(spec).__bases__[0](**fields))
-        assert made.manifest.version == version
-print(*taken.references(), taken.open("bert").manifest.reference)
-"""
-
-
-def test_a_model_is_published(tiny_store: Path, tmp_path: Path) -> None:
-    assert run(PUBLISH, str(tiny_store), str(tmp_path / "store")).split() == [
-        *("bert@1", "bert@2"),
-        "bert@2",
-    ]
-    assert not [*(tmp_path / "store").glob(".staging-*")]
-
-
 def test_commands_read_and_write_text_of_any_language(tiny_store: Path, tmp_path: Path) -> None:
     store = ("--model-store", str(tiny_store))
     assert "cores for this process" in run(COMMAND, "doctor", *store)

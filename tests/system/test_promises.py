@@ -81,29 +81,6 @@ def test_1_a_hung_run_costs_only_its_own_request(tiny_store: Path) -> None:
         assert httpx.get(f"{server.url}/healthz").status_code == 200
 
 
-def test_1_late_requests_are_told_in_time(tiny_store: Path) -> None:
-    """One worker, busy for longer than a request may take: who waits gets 504 and is never run."""
-    with (
-        one_process(
-            tiny_store,
-            CLOZE_REQUEST_TIMEOUT_MS="500",
-            CLOZE_WORKERS="1",
-            CLOZE_MAX_BATCH_TOKENS="1",
-        ) as server,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        slow = pool.submit(embed, server, "river")
-        wait_for_run(server, "river")
-        started = time.monotonic()
-        late = at_once(server, ["walk " * n for n in range(1, 13)])
-        assert time.monotonic() - started < 3, "they waited for the run"
-        assert {response.status_code for response in (slow.result(), *late)} == {504}
-        until(lambda: embed(server, "paris"), 200)
-        # An engine process records a batch after it has answered.
-        wait_until(lambda: metric(server, BATCHES) >= 2)
-        assert metric(server, BATCHES) == 2, "only the slow one and the last one"
-
-
 def test_1_a_full_queue_is_each_clients_own_error(tiny_store: Path) -> None:
     with (
         one_process(

@@ -232,28 +232,6 @@ def test_a_refused_reload_changes_nothing(store: Store) -> None:
         wait_until(lambda: resources(server.process.pid)[1] <= files + 4)
 
 
-def test_the_series_of_replaced_models_leave(store: Store, checkpoints: dict[str, Path]) -> None:
-    """What counts no model goes on."""
-    with running_server(store.root) as server:
-
-        def counts(version: int) -> list[str]:
-            labels = ('model="bert"', f'version="{version}"')
-            lines = httpx.get(f"{server.url}/metrics").text.splitlines()
-            return [line for line in lines if all(label in line for label in labels)]
-
-        assert httpx.get(f"{server.url}/nowhere").status_code == 404
-        httpx.post(f"{server.url}/embed", json={"inputs": "river"}).raise_for_status()
-        wait_until(lambda: any("_bucket" in line for line in counts(1)))
-        publish_other(store, checkpoints)
-        server.reload()
-        httpx.post(f"{server.url}/embed", json={"inputs": "river"}).raise_for_status()
-        wait_until(lambda: not counts(1))
-        assert any("cloze_queue_tokens" in line for line in counts(2))
-        assert any("cloze_requests_total" in line for line in counts(2))
-        kept = 'cloze_requests_total{model="",route="other",status="404",version=""} 1.0'
-        assert kept in httpx.get(f"{server.url}/metrics").text
-
-
 @pytest.mark.slow
 def test_memory_returns(tmp_path: Path) -> None:
     """Reloads that replace the model leave less than half a model (13 MB) behind, in all.

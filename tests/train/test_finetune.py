@@ -326,25 +326,6 @@ def test_a_run_with_patience_keeps_its_best_weights(bert: Path, tmp_path: Path) 
     assert (trained / "model.safetensors").read_bytes() == before
 
 
-def test_a_folder_belongs_to_its_held_out_rows_and_its_number_of_processes(
-    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    more, recipe = write("label", tmp_path / "more.jsonl"), one_epoch("label")
-    run("label", bert, tmp_path, "--held-out-labelled", str(more), recipe=recipe)
-    given = ["finetune-classify", bert, "--labelled", tmp_path / "data.jsonl"]
-    given += ["--recipe", tmp_path / "recipe.toml", "--out", tmp_path / "run", "--device", "cpu"]
-    for what, options in {
-        "file of rows and another file of held-out rows": ["--labelled", more],
-        "file of held-out rows": [],
-        "number of processes": ["--held-out-labelled", more],
-    }.items():
-        if what.startswith("number"):
-            monkeypatch.setattr("cloze.export.train.run_dir.processes", lambda: 2)
-        ran = invoke(*given, *options)
-        assert ran.exit_code == 1
-        assert f"holds a run with another {what}; give another" in ran.output
-
-
 @pytest.mark.slow
 def test_two_processes_learn_as_one_with_twice_the_batches(bert: Path, tmp_path: Path) -> None:
     data = write("label", tmp_path / "rows.jsonl")

@@ -337,28 +337,6 @@ def test_bad_questions_and_pairs(
     assert refused(*given).startswith(message.format(file=file))
 
 
-def test_a_teacher_that_cannot_teach(
-    finished: Path, checkpoints: dict[str, Path], stories: Path, tmp_path: Path
-) -> None:
-    teacher, recipe = finished / "checkpoint", tmp_path / "recipe.toml"
-
-    def line(teacher: Path, content: str = DISTILL_RECIPE) -> str:
-        recipe.write_text(content)
-        command = ("distill", teacher, "--corpus", stories)
-        return refused(*command, *options(recipe, tmp_path / "run"))
-
-    assert line(checkpoints["bert-qa"]) == (
-        "the teacher has no masked-language-model head, which distillation needs"
-    )
-    assert line(teacher, DISTILL_RECIPE.replace("16", "64")) == (
-        "a phase of 64 tokens exceeds the teacher's 32 positions"
-    )
-    assert line(teacher, DISTILL_RECIPE.replace('"none"', '"nsp"')).startswith(
-        "recipe.toml: pretraining: distillation learns from single texts with masked tokens: set "
-    )
-    assert {file.name for file in (tmp_path / "run").iterdir()} == {"lock", "owner"}, "not begun"
-
-
 def start(command: list[str], memory: int = resource.RLIM_INFINITY) -> subprocess.Popen[str]:
     """The command as a process of its own, on one thread."""
     # The limits would also break the files of a measurement of coverage.

@@ -229,11 +229,11 @@ def test_the_whole_way(tiny_store: Path, tmp_path: Path) -> None:
     """Engine and server on a tiny bundle: a table, and figures that compare with themselves."""
     out = tmp_path / "results" / "tiny"
     store = ["--model", "bert", "--model-store", str(tiny_store), "--out", str(out)]
-    sizes = "--seconds 0.2 --turns 2 --clients 4 --pauses 20 --shares 0.3 --count 60"
+    sizes = "--seconds 0.2 --turns 2 --clients 1 --pauses 20 --shares 0.3 --count 60"
     done = CliRunner().invoke(cli, ["bench", "run", *store, *sizes.split()])
     assert done.exit_code == 0, done.output
     found = Result.from_json(out.with_suffix(".json"))
-    loads = ["closed 1", "closed 4", "pause 20", "poisson 0.3", "single beside bulk"]
+    loads = ["closed 1", "pause 20", "poisson 0.3", "single beside bulk"]
     assert [load.name for load in found.loads()] == loads
     assert found.subjects() == ["bert engine", "bert server"]
     assert found.versions["Cloze"][DISTRIBUTION] == version(DISTRIBUTION)
@@ -243,7 +243,7 @@ def test_the_whole_way(tiny_store: Path, tmp_path: Path) -> None:
         assert all(turn.texts_per_s > 0 and not turn.failed for turn in turns)
         assert all(10 < turn.pss_mb < turn.rss_mb for turn in turns)  # a page that others map too
     assert all(start.rss_mb > 20 for start in found.starts)
-    assert "| closed 4 | bert server |" in out.with_suffix(".md").read_text()
+    assert "| closed 1 | bert server |" in out.with_suffix(".md").read_text()
     compare = ["bench", "compare", *[str(out.with_suffix(".json"))] * 2]
     assert CliRunner().invoke(cli, compare).output.startswith("nothing moved")
     every = CliRunner().invoke(cli, [*compare, "--all", "--json"])

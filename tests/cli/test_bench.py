@@ -14,12 +14,10 @@ from threading import Thread
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cloze.bench.compare import compare
 from cloze.bench.http_client import Connection, Request, post
-from cloze.bench.load import closed_loop, open_loop, poisson
+from cloze.bench.load import closed_loop, open_loop
 from cloze.bench.result import (
     ONE_LENGTH,
     Load,
@@ -144,14 +142,6 @@ def test_answers_are_counted_by_status(servers: Callable[[tuple[str, ...]], Serv
     assert set(found.statuses) == {200, 422, 404}
     assert found.requests == found.statuses[200] == found.latencies.get_total_count()
     assert found.texts == 2 * found.requests
-
-
-@given(rate=st.floats(1, 500), seed=st.integers(0, 99))
-def test_poisson_arrivals_come_at_their_rate(rate: float, seed: int) -> None:
-    times = poisson(rate, 20.0, seed)
-    assert (np.diff(times) > 0).all()
-    assert times[-1] <= 20.0 or len(times) == 1
-    assert abs(len(times) - rate * 20) < 6 * np.sqrt(rate * 20) + 1
 
 
 def test_texts_of_a_file(tmp_path: Path) -> None:

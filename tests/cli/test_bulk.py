@@ -99,8 +99,9 @@ def numbered(count: int) -> Rows:
 # ---- formats -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "jsonl", "csv"])
-@pytest.mark.parametrize("output_format", ["parquet", "jsonl"])
+@pytest.mark.parametrize(
+    ("suffix", "output_format"), [("parquet", "parquet"), ("jsonl", "parquet"), ("csv", "jsonl")]
+)
 def test_every_row_comes_back_once_and_in_order(
     store: Path, tmp_path: Path, suffix: str, output_format: str
 ) -> None:
@@ -269,73 +270,6 @@ def test_long_texts_are_cut_divided_or_refused(store: Path, tmp_path: Path) -> N
     assert short["error"] is None
 
 
-def test_a_wrong_row_has_an_error_and_its_neighbours_have_results(
-    store: Path, tmp_path: Path
-) -> None:
-    good = [{"id": i, "text": f"the [MASK] {i}"} for i in range(100)]
-    lines = [json.dumps(row).encode() for row in good]
-    wrong = {
-        5: (b'{"id": 5, "text": "no mask"}', "text holds no mask token; put [MASK] where a word"),
-        20: (b'{"id": 20, "text": null}', "text is missing"),
-        21: (b'{"id": 21}', "text is missing"),
-        40: (b'{"id": 40, "text": ""}', "text is empty"),
-        41: (b'{"id": 41, "text": ["[MASK]"]}', "text is not a string"),
-        60: (b'{"id": 60, "te', "the line is not JSON: "),
-        61: (b'{"id": 61, "text": "\xff"}', "the line is not JSON: "),
-        99: (b"[1]", "the line is not a JSON object"),
-    }
-    for index, (line, _) in wrong.items():
-        lines[index] = line
-    source = tmp_path / "in.jsonl"
-    source.write_bytes(b"\n\n".join(lines))
-    done = bulk(store, "fill-mask", source, "--output", tmp_path / "o", "--shard-rows", 30)
-    assert done.exit_code == 3
-    assert "8 rows with an error" in done.stdout
-    first = f"cloze: 8 of 100 rows have an error, the first of them {source}, row 6: text holds no"
-    assert done.stderr.startswith(first)
-    rows = read(tmp_path / "o")
-    assert len(rows) == 100
-    for index, row in enumerate(rows):
-        if index in wrong:
-            assert row["predictions"] is None
-            assert row["error"].startswith(wrong[index][1])
-        else:
-            assert (row["id"], row["error"], len(row["predictions"][0])) == (index, None, 5)
-
-
-def test_wrong_rows_of_csv_and_parquet(store: Path, tmp_path: Path) -> None:
-    source = tmp_path / "in.csv"
-    source.write_bytes(b'question,context\n"a, ""b""\nc",the king\nwho\nx,\xff\nwho,\nwho,a,b\n')
-    done = bulk(store, "qa", source, "--output", tmp_path / "c", "--output-format", "jsonl")
-    assert done.exit_code == 3
-    rows = read(tmp_path / "c")
-    assert rows[0]["question"] == 'a, "b"\nc'
-    assert [row["error"] for row in rows] == [
-        None,
-        "the row has 1 fields, and the header has 2",
-        "context is not UTF-8",
-        "context is empty",
-        "the row has 3 fields, and the header has 2",
-    ]
-    assert rows[2]["context"] == "\ufffd"
-    binary = pa.array([b"the king", b"\xff", None], pa.binary())
-    damaged = pa.StringArray.from_buffers(3, *binary.buffers()[1:], binary.buffers()[0], 1)
-    pq.write_table(pa.table({"text": damaged}), tmp_path / "in.parquet")
-    for output_format in ("parquet", "jsonl"):
-        output = tmp_path / output_format
-        done = bulk(
-            store, "embed", tmp_path / "in.parquet", "--output", output,
-            "--output-format", output_format, "--id-column", "text",
-        )  # fmt: skip
-        assert done.exit_code == 3, done.output
-        parts = [*output.glob("part-*")]
-        if output_format == "parquet":
-            errors = pq.read_table(parts[0], columns=["error"])["error"].to_pylist()
-        else:
-            errors = [row["error"] for row in read(output)]
-        assert errors == [None, "text is not UTF-8", "text is missing"]
-
-
 # ---- resuming ------------------------------------------------------------------------------------
 
 
@@ -344,9 +278,9 @@ def stamps(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def test_a_killed_run_continues_and_writes_each_row_once(store: Path, tmp_path: Path) -> None:
-    count = 12_000
+    count = 6_000
     source, output = write(tmp_path / "in.parquet", numbered(count)), tmp_path / "out"
-    arguments = ("embed", source, "--output", output, "--shard-rows", 300)
+    arguments = ("embed", source, "--output", output, "--shard-rows", 150)
     command = [sys.executable, "-m", "cloze", "bulk", *map(str, arguments), "--model-store"]
     process = subprocess.Popen([*command, str(store)], env=bare_environment())
     wait_until(lambda: len([*output.glob("part-*")]) >= 3, longest_s=60)
@@ -372,94 +306,3 @@ def test_a_killed_run_continues_and_writes_each_row_once(store: Path, tmp_path: 
     again = bulk(store, *arguments, "--json")
     assert json.loads(again.stdout)["resumed_files"] == 40
     assert stamps(output) == after
-
-
-# ---- wrong arguments -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("command", "arguments", "message"),
-    [
-        ("embed", ["{}/nowhere.csv"], "no file or folder {}/nowhere.csv"),
-        ("qa", ["{}/in.jsonl"], "the input has no column 'question' (columns: id, text)"),
-        ("embed", ["{}/in.jsonl", "--model", "gpt"], "no bundle named 'gpt' in {store} (available:"),
-        (
-            "embed",
-            ["{}/in.jsonl", "--model", "bert-qa"],
-            "model bert-qa cannot do embed; it does qa",
-        ),
-        ("embed", ["{}/in.jsonl", "--dimensions", "65"], "dimensions must be between 1 and 64, got"),
-        ("embed", ["{}/in.jsonl", "--prompt-name", "x"], "prompt_name 'x' is not one of the model's"),
-        ("fill-mask", ["{}/in.jsonl", "--top-k", "9999"], "top_k must be between 1 and"),
-        ("embed", ["{}/broken.csv"], "{}/broken.csv is not a CSV file: before byte "),
-    ],
-)  # fmt: skip
-def test_wrong_input_is_one_line(
-    store: Path, tmp_path: Path, command: str, arguments: list[str], message: str
-) -> None:
-    write(tmp_path / "in.jsonl", numbered(2))
-    (tmp_path / "broken.csv").write_text('text\n"the king\nthe moon\n')
-    words = [word.replace("{}", str(tmp_path)) for word in arguments]
-    done = bulk(store, command, *words, "--output", tmp_path / "out")
-    expected = message.replace("{}", str(tmp_path)).replace("{store}", str(store))
-    assert done.exit_code == 1
-    assert done.stderr.startswith(f"cloze: {expected}"), done.stderr
-    assert done.stderr.count("\n") == 1
-    assert not (tmp_path / "out").exists()
-
-
-class _ComparedPath(type(Path())):  # type: ignore[misc]
-    """A path that counts comparisons."""
-
-    comparisons = 0
-
-    def __eq__(self, other: object) -> bool:
-        _ComparedPath.comparisons += 1
-        return bool(super().__eq__(other))
-
-    __hash__ = Path.__hash__
-
-
-def test_an_unknown_task_for_all_models_and_an_empty_store(store: Path, tmp_path: Path) -> None:
-    source = write(tmp_path / "in.jsonl", [{"question": "a", "context": "b"}])
-    empty = tmp_path / "store"
-    done = bulk(empty, "qa", source, "--output", tmp_path / "out")
-    assert (done.exit_code, done.stderr) == (1, f"cloze: the model store {empty} has no bundle\n")
-    environment = {"CLOZE_MODEL": "bert,classifier", "CLOZE_MODEL_STORE": str(store)}
-    words = ["bulk", "qa", str(source), "--output", str(tmp_path / "out")]
-    result = CliRunner(env=environment).invoke(cli, words)
-    assert result.stderr == f"cloze: no model in {store} can do qa\n"
-
-
-def test_without_pyarrow_it_says_what_to_install(tmp_path: Path) -> None:
-    code = "import sys; sys.modules['pyarrow'] = None; from cloze.cli import main; main()"
-    command = [
-        sys.executable,
-        "-c",
-        code,
-        "bulk",
-        "embed",
-        "x.csv",
-        "--output",
-        str(tmp_path / "o"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, env=bare_environment())
-    assert done.returncode == 2
-    assert done.stderr.startswith("cloze: bulk needs pyarrow; install it with: ")
-    assert "[cpu,bulk]" in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-def test_without_ray_it_says_what_to_install(tmp_path: Path) -> None:
-    code = "import sys; sys.modules['ray'] = None; from cloze.cli import main; main()"
-    source = write(tmp_path / "in.jsonl", numbered(1))
-    arguments = ["bulk", "embed", str(source), "--output", str(tmp_path / "o"), "--ray"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        env=bare_environment(),
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("cloze: --ray needs ray; install it with: ")
-    assert "[cpu,ray]" in done.stderr

@@ -120,38 +120,10 @@ def test_killed_workers_lose_and_double_no_row(
                 np.testing.assert_allclose(our["embedding"], their["embedding"], atol=1e-5)
 
 
-def test_a_killed_run_continues_without_ray(python: Path, tiny_store: Path, tmp_path: Path) -> None:
-    source, output = write(tmp_path / "in.jsonl", numbered(3_000)), tmp_path / "out"
-    arguments = ("embed", source, "--output", output, "--shard-rows", 50)
-    process = start(python, tiny_store, *arguments)
-    wait_until(lambda: len([*output.glob("part-*")]) >= 3, longest_s=120)
-    ended = workers(process.pid)
-    process.kill()
-    process.communicate(timeout=60)
-    # Ray ends the workers of a run that has died.
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ended), longest_s=60)
-    before = len([*output.glob("part-*")])
-    assert before < 60
-    done = bulk(tiny_store, *arguments, "--json")
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["resumed_files"] == before
-    assert [row["id"] for row in read(output)] == list(range(3_000))
-
-
-def test_errors_are_one_line(python: Path, tiny_store: Path, tmp_path: Path) -> None:
+def test_a_worker_that_cannot_open_its_engine_ends_the_run(
+    python: Path, tiny_store: Path, tmp_path: Path
+) -> None:
     source = write(tmp_path / "in.jsonl", numbered(20))
-    command = (str(python), "-m", "cloze", "bulk", "embed", str(source), "--model-store")
-    arguments = ("--output", str(tmp_path / "out"), "--ray-address", "127.0.0.1:9")
-    done = subprocess.run(
-        [*command, str(tiny_store), *arguments],
-        env=bare_environment(PYTHONPATH=python_path()),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 1
-    assert done.stderr == "cloze: no Ray cluster at 127.0.0.1:9: [Errno 111] Connection refused\n"
-    # A worker that cannot open its engine ends the run.
     process = start(
         python, tiny_store, "embed", source, "--output", tmp_path / "cuda", "--precision", "int8"
     )

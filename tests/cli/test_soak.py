@@ -1,27 +1,22 @@
-"""The soak in short forms on a real server, and what each of its checks is there to find."""
+"""The soak in short forms on a real server."""
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import orjson
 import pytest
 
-from cloze.bench.http_client import Request, Response
-from cloze.bench.load import Answer, allow_many_connections
-from lab.soak.answers import Answers, Outcome
-from lab.soak.faults import KINDS, Fault, schedule
+from cloze.bench.load import allow_many_connections
+from lab.soak.faults import KINDS
 from lab.soak.run import SoakPlan, soak
-from lab.soak.verdict import GROWTH_MB, MORE_FILES, Check, Observed, checks
-from lab.soak.watch import ProcessSample, Sample
-
-SECONDS = 300.0
+from lab.soak.verdict import Check
 
 
 def failed(results: Sequence[Check]) -> list[str]:
     return [f"{check.name}: {check.figures}" for check in results if not check.passed]
 
 
+@pytest.mark.slow
 def test_a_killed_engine_process_costs_no_answer(tmp_path: Path) -> None:
     fault = {"faults": (KINDS["kill-engine"],), "fault_every_s": 60.0}
     plan = SoakPlan(seconds=7.0, rate=30, sample_every_s=1.0, requests=60, **fault)
@@ -55,115 +50,3 @@ def test_every_fault_in_turn(tmp_path: Path) -> None:
 def test_one_process(tmp_path: Path) -> None:
     _, results = soak(SoakPlan(seconds=60.0, frontends=0, rate=60, sample_every_s=2.0), tmp_path)
     assert not failed(results)
-
-
-# ---- the checks, on made observations ------------------------------------------------------------
-
-
-def process(
-    role: str = "engine-0", pid: int = 2, mb: float = 100.0, files: int = 20
-) -> ProcessSample:
-    return ProcessSample(role, pid, mb, files, 4)
-
-
-def answers(count: int = 100) -> Answers:
-    made = Answers([Request(b"", group="embed"), Request(b"", group="bad")], [200, 422])
-    for number in range(count):
-        made.add(Answer(0, number * 3.0, 0.1, Response(200, b'[{"score": 0.5}]')))
-    return made
-
-
-def observation(
-    made: Answers | None = None,
-    *,
-    sent: int = 100,
-    faults: Sequence[Fault] = (),
-    mb: Callable[[float], float] = lambda _: 100.0,
-    files_after: int = 20,
-    log: str = "",
-) -> Observed:
-    samples = [Sample(at, (process(mb=mb(at)),)) for at in range(0, int(SECONDS), 5)]
-    rest = (Sample(0.0, (process(),)), Sample(SECONDS, (process(files=files_after),)))
-    return Observed(SECONDS, 60.0, sent, made or answers(), faults, samples, rest, log)
-
-
-def with_answer(status: int, body: bytes, number: int = 0, at_s: float = 150.0) -> Answers:
-    made = answers(99)
-    made.add(Answer(number, at_s, 0.1, Response(status, body) if status else None))
-    return made
-
-
-def test_a_soak_without_a_fault_passes() -> None:
-    assert not failed(checks(observation()))
-    almost = with_answer(200, b'[{"score": 0.50000001}]')
-    assert not failed(checks(observation(almost)))
-    assert not failed(checks(observation(with_answer(422, b"{}", number=1))))
-    assert not failed(checks(observation(mb=lambda at: 100 + (at > 150) * GROWTH_MB)))
-
-
-@pytest.mark.parametrize(
-    ("made", "name"),
-    [
-        (with_answer(200, b'[{"score": 0.51}]'), "answers equal the first answer"),
-        (with_answer(200, b'[{"score": 0.5}, {"score": 0.1}]'), "answers equal the first answer"),
-        (with_answer(500, b"{}"), "no unexpected status"),
-        (with_answer(504, b"{}"), "no unexpected status"),
-        (with_answer(200, b"{}", number=1), "no unexpected status"),
-        (with_answer(0, b""), "connections end only with their front end"),
-        (answers(99), "every request settled"),
-        (Answers([], []), "at least 50% right answers"),
-    ],
-)
-def test_a_wrong_answer_is_noticed(made: Answers, name: str) -> None:
-    found = failed(checks(observation(made)))
-    assert [line for line in found if line.startswith(name)], found
-
-
-def test_only_a_fault_of_a_front_end_explains_a_lost_answer() -> None:
-    made = with_answer(0, b"")
-    for name, count in (("kill-frontend", 0), ("stop-frontend", 0), ("kill-engine", 1)):
-        faults = [Fault(149.0, KINDS[name], "role", 0.3)]
-        assert len(failed(checks(observation(made, faults=faults)))) == count
-
-
-def test_refusals_count_apart_from_faults() -> None:
-    made = answers(90)
-    for _ in range(10):
-        made.add(Answer(0, 150.0, 0.1, Response(503, b"{}")))
-    assert made.outcomes[Outcome.REFUSED] == 10
-    assert len(failed(checks(observation(made)))) == 1
-    faults = [Fault(140.0, KINDS["kill-engine"], "engine-0", 0.3)]
-    assert not failed(checks(observation(made, faults=faults)))
-    assert len(failed(checks(observation(made, faults=[Fault(140.0, *_LATE)])))) == 1
-
-
-_LATE = (KINDS["stop-engine"], "engine-0", None)
-
-
-@pytest.mark.parametrize(
-    ("made", "name"),
-    [
-        ({"mb": lambda at: 100 + at / 4}, "memory of engine-0, last third"),
-        ({"mb": lambda at: 100 + at / 4}, "memory of engine-0 (2), last quarter"),
-        ({"files_after": 21 + MORE_FILES}, "open files at rest"),
-        ({"log": "x\nTraceback (most recent call last):\n"}, "no traceback"),
-    ],
-)
-def test_a_leak_or_a_traceback_is_noticed(made: dict[str, object], name: str) -> None:
-    slow_leak = observation(**made)  # type: ignore[arg-type]
-    assert [line for line in failed(checks(slow_leak)) if line.startswith(name)]
-
-
-def test_memory_that_many_connections_leave_is_no_leak() -> None:
-    made = observation(mb=lambda at: 100 + (at >= 180) * 50)
-    assert len(failed(checks(made))) == 2
-    busiest = Sample(180.0, (process(mb=150, files=1020),))
-    samples = [*made.samples[:36], busiest, *made.samples[37:]]
-    assert not failed(checks(dataclasses.replace(made, samples=samples)))
-
-
-def test_a_schedule_takes_the_kinds_in_turn() -> None:
-    kinds = (KINDS["kill-engine"], KINDS["stop-frontend"])
-    planned = schedule(kinds, 100.0, 200.0, 40.0)
-    assert planned == [(100.0, kinds[0]), (140.0, kinds[1]), (180.0, kinds[0])]
-    assert schedule((), 100.0, 200.0, 40.0) == []

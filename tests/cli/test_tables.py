@@ -1,14 +1,10 @@
 """Results as a table on a terminal, as plain columns in a pipe, as JSON."""
 
-import fcntl
 import json
 import os
 import pty
-import re
-import struct
 import subprocess
 import sys
-import termios
 
 import pytest
 
@@ -38,33 +34,3 @@ def test_a_terminal_gets_a_table_with_the_texts_as_they_are() -> None:
     assert done.returncode == 0
     assert "[red]" in shown
     assert "──" in shown
-
-
-BARS = {
-    "client": """
-from cloze.client.clients import _Options
-for _ in _Options(batch_size=1, retries=0, progress=True).shown(range(40), 40): pass
-""",
-    "bulk": """
-from cloze.bulk_command import _watcher
-with _watcher(shown=True) as watcher:
-    watcher.on_plan(40, 20)
-    watcher.on_rows(20)
-""",
-}
-
-
-@pytest.mark.parametrize("name", BARS)
-def test_a_progress_bar_is_as_wide_as_the_terminal(name: str) -> None:
-    """Of 120 columns, the bar itself has at least 70."""
-    main, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-    variables = {n: v for n, v in os.environ.items() if n not in ("COLUMNS", "LINES")}
-    command = [sys.executable, "-c", BARS[name]]
-    subprocess.run(command, stderr=terminal, env=variables | {"TERM": "xterm"}, check=True)
-    os.close(terminal)
-    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", os.read(main, 65536).decode())
-    os.close(main)
-    last = next(line for line in reversed(re.split(r"[\r\n]+", shown)) if "40/40" in line)
-    assert len(last) <= 120
-    assert max(map(len, re.findall(r"[━█]+", last))) >= 70, last

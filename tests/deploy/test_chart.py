@@ -15,6 +15,8 @@ from kubernetes_validate import utils as kubernetes
 from tests.deploy.test_kubernetes import SCHEMAS, check_restricted, pod_of
 from tests.support.kustomize import Object, of_kind, rendered
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 INSTALLER = ROOT.parent / "shared/tools/helm-and-kubectl"
 

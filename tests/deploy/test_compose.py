@@ -24,7 +24,6 @@ from tests.support.waiting import wait_until
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES = COMPOSE["services"]
-WITH_KEYS = yaml.safe_load((ROOT / "docker-compose.keys.yml").read_text())
 GRAFANA = ROOT / "monitoring/grafana"
 
 
@@ -77,30 +76,6 @@ def test_a_container_cannot_take_the_machine(service: str) -> None:
     assert isinstance(body.get("depends_on", []), list)
     for source in mounts(service).values():
         assert source in COMPOSE["volumes"] or (ROOT / source).exists(), source
-
-
-def test_the_services_for_a_gpu_and_export_need_a_profile() -> None:
-    default = {name for name, service in SERVICES.items() if "profiles" not in service}
-    assert default == {"cloze", "prometheus", "grafana"}
-    gpu = SERVICES["cloze-gpu"]
-    assert gpu["environment"]["CLOZE_DEVICE"] == "cuda"
-    assert gpu["networks"]["default"]["aliases"] == ["cloze"], "prometheus.yml scrapes this name"
-
-
-def test_prometheus_has_the_key_that_its_configuration_names() -> None:
-    config = yaml.safe_load((ROOT / "monitoring/prometheus.yml").read_text())
-    (job,) = config["scrape_configs"]
-    file = PurePosixPath("/etc/prometheus") / job["authorization"]["credentials_file"]
-    assert (ROOT / mounts("prometheus")[file]).read_text() == "", "no key is committed"
-
-
-def test_the_keys_lie_where_the_setting_says() -> None:
-    for name, service in WITH_KEYS["services"].items():
-        assert name in SERVICES
-        (volume,) = service["volumes"]
-        _, folder, mode = volume.split(":")
-        assert mode == "ro"
-        assert PurePosixPath(service["environment"]["CLOZE_KEYS_FILE"]).parent.as_posix() == folder
 
 
 # ---- run --------------------------------------------------------------------------------------------

@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,14 +15,13 @@ from tests.support import containers
 from tests.support.containers import (
     Container,
     build,
+    build_export,
     inspect,
     output,
     remove_image,
     running_container,
 )
 from tests.support.waiting import wait_until
-
-ROOT = Path(__file__).parents[2]
 
 MAX_BYTES_ABOVE_BASE = 210_000_000
 """Of the image for a CPU, without its bundles. Measured: 186 MB."""
@@ -37,7 +34,7 @@ DISTRIBUTIONS = (
     "print(json.dumps([[d.metadata['Name'], d.version] for d in m.distributions()]))"
 )
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
@@ -160,15 +157,6 @@ def test_sigterm_finishes_the_accepted_requests(cpu_image: str) -> None:
         assert "draining" in container.logs()
 
 
-def test_a_volume_of_bundles_is_served(cpu_image: str, tiny_store: Path, tmp_path: Path) -> None:
-    bundles = readable_copy(tiny_store, tmp_path / "bundles")
-    with running_container(cpu_image, "--volume", f"{bundles}:/bundles:ro") as container:
-        models = httpx.get(f"{container.url}/info").json()["models"]
-        assert {model["name"] for model in models} == {"bert", "bert-qa", "distilbert"}
-        assert "fill-mask" in ask_every_task(container.url)
-
-
-@pytest.mark.slow
 def test_the_export_image_exports_what_the_serving_image_serves(
     cpu_image: str, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -191,22 +179,6 @@ def test_the_export_image_exports_what_the_serving_image_serves(
         remove_image(exporter)
 
 
-def build_export(folder: Path) -> str:
-    """Build the export image with the build of torch that pip finds here."""
-    (torch,) = [
-        line
-        for line in (ROOT / "constraints.txt").read_text().splitlines()
-        if line.startswith("torch==")
-    ]
-    wheels = folder / "wheels"
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels)]
-    subprocess.run([*pip, torch], check=True, timeout=600)
-    return build(
-        "export", *("--volume", f"{wheels}:/wheels:ro", "--build-arg", "PIP_FIND_LINKS=/wheels")
-    )
-
-
-@pytest.mark.slow
 def test_the_gpu_image_needs_a_gpu_only_to_use_it() -> None:
     """Without a GPU the image starts on the CPU, or says in one line what is missing."""
     image = build("gpu")

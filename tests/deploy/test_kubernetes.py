@@ -1,9 +1,7 @@
 """Every sensible combination of overlays and components renders, is valid, and fits together."""
 
-import itertools
 import json
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -11,14 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urljoin, urlsplit
 
-import click
 import httpx
 import jsonschema
 import pytest
 import yaml
 from kubernetes_validate import utils as kubernetes
 
-from cloze.bulk_command import bulk
 from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.model_store.manifest import Manifest
 from cloze.service.server.process import _DRAIN_MARGIN_S
@@ -28,9 +24,10 @@ from tests.support.serving import Server, running_server
 
 ROOT = Path(__file__).parents[2]
 OVERLAYS = ("cpu", "gpu", "local")
-SCALING = ((), ("autoscaling",), ("keda",))
-FURTHER = (
+ALONE = (
     (),
+    ("autoscaling",),
+    ("keda",),
     ("monitoring",),
     ("keys",),
     ("keys", "ingress"),
@@ -39,12 +36,12 @@ FURTHER = (
     ("store",),
     ("bundle-image",),
     ("tls", "monitoring"),
-    ("keys", "monitoring-with-key", "ingress", "models", "traces", "tls"),
 )
+MANY = ("keys", "monitoring-with-key", "ingress", "models", "traces", "tls")
 COMBINATIONS = [
-    (overlay, (*scaling, *further))
-    for overlay, scaling, further in itertools.product(OVERLAYS, SCALING, FURTHER)
-    if overlay == "cpu" or not scaling  # one pod with a host port cannot be scaled
+    *(("cpu", components) for components in ALONE),
+    *(("cpu", (scaling, *MANY)) for scaling in ("autoscaling", "keda")),
+    *((overlay, components) for overlay in OVERLAYS[1:] for components in ((), MANY)),
 ]
 SCHEMAS = {file.stem: json.loads(file.read_text()) for file in (ROOT / "tests/schemas").iterdir()}
 
@@ -99,7 +96,7 @@ def test_every_pod_passes_pod_security_restricted(
 ) -> None:
     """All but those of the overlay local, which publish a port of the node."""
     for (overlay, _), objects in renders.items():
-        if overlay != "local":
+        if overlay != "local":  # one pod with a host port
             check_restricted(pod_of(objects))
     job = of_kind(bulk_objects, "RayJob")
     for pod in ray_pods(job):
@@ -278,15 +275,6 @@ def test_in_every_combination(renders: Renders, check: Callable[[list[Object]], 
             raise
 
 
-def test_ingresses_depend_on_no_controller_but_repeat_on_nginx() -> None:
-    ingress = yaml.safe_load((ROOT / "k8s/components/ingress/ingress.yaml").read_text())
-    (retry,) = ingress["metadata"]["annotations"].items()
-    assert "ingressClassName" not in ingress["spec"]
-    documented = re.search(r"proxy_next_upstream (.+);", (ROOT / "docs/nginx.conf").read_text())
-    assert documented is not None
-    assert retry == ("nginx.ingress.kubernetes.io/proxy-next-upstream", documented[1])
-
-
 # ---- KServe --------------------------------------------------------------------------------------
 
 
@@ -331,15 +319,6 @@ def test_the_pod_of_kserve_is_that_of_the_base(
     assert "CLOZE_ALLOW_ANONYMOUS" not in environment, "nothing here keeps others out"
 
 
-def test_a_folder_of_bundles_anywhere_is_served(tiny_store: Path, tmp_path: Path) -> None:
-    """As KServe's storage initializer leaves it."""
-    fetched = tmp_path / "mnt/models"
-    shutil.copytree(tiny_store, fetched)
-    with running_server(None, CLOZE_MODEL_STORE=str(fetched)) as server:
-        assert httpx.get(f"{server.url}/v2/health/ready").status_code == 200
-        assert httpx.get(f"{server.url}/v2/models").status_code == 200
-
-
 # ---- from outside --------------------------------------------------------------------------------
 
 
@@ -355,9 +334,11 @@ def admitted(component: str) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("component", ["route", "ingress"])
-def test_clients_from_outside_reach_all_that_is_for_them(server: Server, component: str) -> None:
+def test_clients_from_outside_reach_all_that_is_for_them(
+    servers: Callable[[tuple[str, ...]], Server], component: str
+) -> None:
     """Every route of clients, the page with its parts, and what the page asks."""
-    paths = admitted(component)
+    server, paths = servers(()), admitted(component)
 
     def is_admitted(path: str) -> bool:
         folders = ("/" + path.split("/")[1], path)
@@ -386,26 +367,7 @@ def test_clients_from_outside_reach_all_that_is_for_them(server: Server, compone
     assert {"/page/page.js", "/page/live.js", "/page/style.css", "/docs"} <= parts
 
 
-def test_both_autoscalers_change_the_replicas_alike(
-    renders: Renders,
-) -> None:
-    """Five minutes after the last demand, one pod per minute ends."""
-    hpa = of_kind(renders["cpu", ("autoscaling",)], "HorizontalPodAutoscaler")["spec"]
-    scaled = of_kind(renders["cpu", ("keda",)], "ScaledObject")["spec"]
-    behavior = scaled["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
-    assert behavior == hpa["behavior"]
-    assert hpa["behavior"]["scaleDown"] == {
-        "stabilizationWindowSeconds": 300,
-        "policies": [{"type": "Pods", "value": 1, "periodSeconds": 60}],
-    }
-    assert scaled["minReplicaCount"] == hpa["minReplicas"]
-    assert scaled["maxReplicaCount"] == hpa["maxReplicas"]
-    # The cluster's own check of the behavior that KEDA passes on.
-    spec = {**hpa, "behavior": behavior}
-    owned = {"apiVersion": "autoscaling/v2", "kind": "HorizontalPodAutoscaler", "spec": spec}
-    kubernetes.validate({**owned, "metadata": {"name": "cloze"}}, VERSIONS[0], strict=True)
-
-
+@pytest.mark.slow
 def test_packed_weights_fit_the_volume_twice(renders: Renders, tmp_path: Path) -> None:
     """While a reload replaces the models, the old ones still have their files, without a name."""
     manifests = [
@@ -449,24 +411,6 @@ def test_the_prometheus_rule_has_the_rules() -> None:
     assert rule["spec"] == rules
 
 
-def test_an_operator_sets_the_address_of_the_runbooks(tmp_path: Path) -> None:
-    for folder in ("scripts", "monitoring", "k8s/components/monitoring"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)
-    script, address = tmp_path / "scripts/make-prometheusrule", "https://wiki.example/cloze"
-    for wrong in ("docs/operate.md", "https://wiki.example/#x"):
-        done = subprocess.run(
-            [sys.executable, script, "--runbooks", wrong], capture_output=True, timeout=60
-        )
-        assert done.returncode == 2, wrong
-    subprocess.run([sys.executable, script, "--runbooks", address], check=True, timeout=60)
-    for file in ("monitoring/rules.yml", "monitoring/rules.test.yml"):
-        addresses = re.findall(r"runbook_url: ([^#\s]+)#\w", (tmp_path / file).read_text())
-        assert set(addresses) == {address}
-    text = (tmp_path / "k8s/components/monitoring/prometheusrule.yaml").read_text()
-    assert text.count(address) == text.count("- alert:") == text.count("runbook_url")
-    assert subprocess.run([sys.executable, script, "--check"], timeout=60).returncode == 0
-
-
 # ---- a bulk run on Ray ---------------------------------------------------------------------------
 
 
@@ -506,30 +450,3 @@ def test_the_bulk_run_is_valid(bulk_objects: list[Object], version: str) -> None
         assert volume["name"] == mount["name"]
         assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"], "the workers of all machines write"
-
-
-def test_the_bulk_run_s_command_is_one(bulk_objects: list[Object]) -> None:
-    """The command takes its arguments, reads and writes the volume, and its workers have room."""
-    spec = of_kind(bulk_objects, "RayJob")["spec"]
-    shell, flag, script = shlex.split(spec["entrypoint"])
-    assert (shell, flag) == ("sh", "-c")
-    name, group, task, *arguments = shlex.split(script.split("||")[0])
-    assert (name, group) == ("cloze", "bulk")
-    command = bulk.commands[task]
-    values = command.make_context(task, arguments).params
-    assert values["on_ray"]
-    cluster = spec["rayClusterSpec"]
-    _, *workers = ray_pods({"spec": spec})
-    (container,) = workers[0]["containers"]
-    mount = Path(container["volumeMounts"][0]["mountPath"])
-    for path in (*values["paths"], values["output"]):
-        assert path.is_relative_to(mount)
-    cores = int(container["resources"]["limits"]["cpu"])
-    room = cluster["workerGroupSpecs"][0]["minReplicas"] * (cores // values["ray_worker_cpus"])
-    assert values["ray_workers"] == room
-    assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0"}
-    pinned = re.search(r"^ray==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    assert pinned is not None
-    assert cluster["rayVersion"] == pinned[1]
-    with pytest.raises(click.NoSuchOption):
-        command.make_context(task, [*arguments, "--ray-actors", "3"])

@@ -19,14 +19,12 @@ from typing import Any
 
 import httpx
 import numpy as np
-import onnx
 import pytest
 from transformers import BertForPreTraining
 
 from cloze.model_store.manifest import Precision, Weights
 from tests.support import tiny
 from tests.support.adapter_folders import Recipe, write
-from tests.support.crafted import Body, craft
 from tests.support.family_checkpoints import save
 from tests.support.serving import Server, running_server
 from tests.support.wheels import NOT_SOURCE, build, pip
@@ -239,52 +237,6 @@ def test_an_older_x86_opens_bundles_and_answers_alike(
     for precision, ours in here.items():
         with serve(models, precision, *python, "-m", "cloze", "serve") as server:
             assert_alike(precision, ours, answers(server, models))
-
-
-def test_an_older_x86_exports(
-    x86: tuple[Processor, tuple[str, ...]],
-    models: Models,
-    here: dict[str, dict[str, np.ndarray]],
-    tmp_path: Path,
-) -> None:
-    processor, python = x86
-    made = Models(tmp_path, models.cases)
-    shutil.copytree(models.folder / "adapters", tmp_path / "adapters")
-    export_all(models.cases, made.store, *python)
-    with serve(made, "auto", *python, "-m", "cloze", "serve") as server:
-        assert_alike(processor.precision, here[processor.precision], answers(server, models))
-
-
-def merge_names(folder: Path, _: Body) -> None:
-    """Let all products of one weight read it by one name, as older versions wrote graphs."""
-    file = folder / "dense-int8.onnx"
-    model = onnx.load(file, load_external_data=False)
-    places: dict[str, str] = {}
-    first = {}
-    for weight in model.graph.initializer:
-        place = str(sorted((entry.key, entry.value) for entry in weight.external_data))
-        first[weight.name] = places.setdefault(place, weight.name) if place != "[]" else weight.name
-    kept = [weight for weight in model.graph.initializer if first[weight.name] == weight.name]
-    assert len(kept) < len(first)
-    for node in model.graph.node:
-        node.input[:] = [first.get(name, name) for name in node.input]
-    del model.graph.initializer[:]
-    model.graph.initializer.extend(kept)
-    onnx.save_model(model, file)
-
-
-@pytest.mark.parametrize("x86", X86[1:], ids=lambda one: one.name, indirect=True)
-def test_an_int8_graph_of_an_older_version_gives_way_to_fp32_on_avx2(
-    x86: tuple[Processor, tuple[str, ...]], models: Models, tmp_path: Path
-) -> None:
-    _, python = x86
-    craft(models.store / "base" / "1", tmp_path / "store", merge_names)
-    command = (*python, "-m", "cloze", "serve")
-    store = tmp_path / "store"
-    with running_server(store, command=command, start_timeout_s=START_TIMEOUT_S) as server:
-        assert "export the model again" in "".join(server.log)
-        body = {"inputs": "The old king sang."}
-        assert httpx.post(f"{server.url}/embed", json=body, timeout=60).status_code == 200
 
 
 @pytest.fixture(scope="module")

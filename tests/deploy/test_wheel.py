@@ -99,6 +99,7 @@ def files_in(folder: Path) -> set[Path]:
     return {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
 
 
+@pytest.mark.slow
 def test_its_bundles_are_listed_and_whole_and_nothing_is_written(install: Install) -> None:
     assert install.listed() == [f"{name}@1" for name in SHIPPED]
     verified = install.cloze("store", "verify").stdout.splitlines()
@@ -106,6 +107,7 @@ def test_its_bundles_are_listed_and_whole_and_nothing_is_written(install: Instal
     assert list(install.home.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_export_goes_to_the_user_and_is_served_beside_what_ships(
     install: Install, checkpoints: dict[str, Path]
 ) -> None:
@@ -121,28 +123,6 @@ def test_an_export_goes_to_the_user_and_is_served_beside_what_ships(
         for model in ("mine", "cloze-bert"):
             body = {"inputs": "a city", "model": model}
             httpx.post(f"{server.url}/embed", json=body).raise_for_status()
-
-
-def test_a_name_that_ships_gets_its_next_version_and_only_this_one_is_removed(
-    install: Install, checkpoints: dict[str, Path]
-) -> None:
-    data = install.home / "elsewhere"
-    exported = install.cloze(
-        "export", str(checkpoints["bert"]), "--name", "cloze-bert", XDG_DATA_HOME=str(data)
-    )
-    assert exported.stdout.startswith("cloze-bert@2: "), exported.stderr
-    assert (data / "cloze/bundles/cloze-bert/2/manifest.json").is_file()
-    assert install.listed(XDG_DATA_HOME=str(data))[:2] == ["cloze-bert@1", "cloze-bert@2"]
-
-    assert (
-        install.cloze("store", "remove", "cloze-bert", "--yes", XDG_DATA_HOME=str(data)).stdout
-        == "removed cloze-bert@2; a running server has it in memory until it reloads or stops\n"
-    )
-    assert install.listed(XDG_DATA_HOME=str(data)) == [f"{name}@1" for name in SHIPPED]
-    for reference in ("cloze-bert", "cloze-bert@1"):
-        refused = install.cloze("store", "remove", reference, XDG_DATA_HOME=str(data))
-        assert refused.returncode == 1
-        assert refused.stderr.endswith("; a bundle that comes with the package is not removed\n")
 
 
 def test_a_checkout_keeps_its_bundles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -224,6 +204,7 @@ def _with_requirements(names: list[str]) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_the_client_alone_is_small_and_asks_a_server(
     client_wheel: Path, tmp_path: Path, tiny_store: Path
 ) -> None:
@@ -247,6 +228,7 @@ def test_the_client_alone_is_small_and_asks_a_server(
     assert all(name.startswith("cloze.client") for name in modules.split())
 
 
+@pytest.mark.slow
 def test_the_distributions_share_no_file(wheel: Path, client_wheel: Path) -> None:
     """So one can be removed, or replaced, without the other."""
     with zipfile.ZipFile(wheel) as server, zipfile.ZipFile(client_wheel) as client:
@@ -331,6 +313,7 @@ def test_a_fresh_environment_serves_and_what_it_lacks_is_a_command_away(
     assert "mine@1" in run(str(command), "store", "list").stdout
 
 
+@pytest.mark.slow
 def test_the_wheel_is_typed_and_is_what_runs(install: Install) -> None:
     done = install.python("-c", "import cloze.cli; print(cloze.cli.__file__)")
     assert Path(done.stdout.strip()).is_relative_to(install.target), done.stderr

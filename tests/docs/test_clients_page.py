@@ -25,10 +25,6 @@ EXPECTED = {
 }
 
 
-def test_every_program_is_checked() -> None:
-    assert [title for title, _ in PROGRAMS] == list(EXPECTED)
-
-
 @pytest.mark.parametrize(("title", "program"), PROGRAMS, ids=[title for title, _ in PROGRAMS])
 def test_the_programs(default_server: Server, title: str, program: str) -> None:
     printed = io.StringIO()
@@ -44,12 +40,6 @@ def test_the_commands(default_server: Server) -> None:
         texts = re.findall(r'"([^"]+)"', rest)
         done = cloze("ask", task, *texts, "--url", default_server.url)
         assert done.returncode == 0, done.stderr
-
-
-def test_the_recogniser_of_presidio_is_that_of_the_tested_program() -> None:
-    [shown] = re.findall(r"^ENTITIES = [\s\S]*?(?=^```)", PAGE, re.MULTILINE)
-    assert shown.rstrip() in (ROOT / "tests/clients/presidio_recognizer.py").read_text()
-    assert len(shown.splitlines()) <= 30
 
 
 def test_the_table_of_routes_is_the_generated_one() -> None:

@@ -1,7 +1,10 @@
-"""Runs the command line in a process of its own."""
+"""Runs the command line, in a process of its own or in this one."""
 
+import os
 import subprocess
 import sys
+
+from click.testing import CliRunner, Result
 
 from tests.support.serving import bare_environment
 
@@ -15,3 +18,16 @@ def cloze(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
         timeout=120,
         env=bare_environment(COLUMNS="120") | environment,
     )
+
+
+def cloze_here(*arguments: str, **environment: str) -> Result:
+    """Run ``cloze`` in this process, without other variables of its own."""
+    from cloze.cli import cli
+
+    variables: dict[str, str | None] = {
+        name: None for name in os.environ if name.startswith("CLOZE_")
+    }
+    runner = CliRunner(env=variables | {"COLUMNS": "120"} | environment)
+    done = runner.invoke(cli, arguments, prog_name="cloze")
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done

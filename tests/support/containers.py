@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -168,3 +169,18 @@ def answers(url: str) -> bool:
         return httpx.get(url).status_code == 200
     except httpx.TransportError:
         return False
+
+
+def build_export(folder: Path) -> str:
+    """Build the export image with the build of torch that pip finds here."""
+    (torch,) = [
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line.startswith("torch==")
+    ]
+    wheels = folder / "wheels"
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels)]
+    subprocess.run([*pip, torch], check=True, timeout=600)
+    return build(
+        "export", *("--volume", f"{wheels}:/wheels:ro", "--build-arg", "PIP_FIND_LINKS=/wheels")
+    )

@@ -27,7 +27,7 @@ LORA = (
 )
 
 
-def slow_but(names: Iterable[str], *fast: str) -> list[Any]:
+def slow_but(names: Iterable[object], *fast: object) -> list[Any]:
     """Return parameters of which all but some belong to slow tests."""
     return [pytest.param(each, marks=[] if each in fast else pytest.mark.slow) for each in names]
 

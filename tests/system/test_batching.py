@@ -1,6 +1,4 @@
-"""Tasks of one encoder share batches, and so do the windows of all questions: seen at the engine's
-own door.
-"""
+"""Tasks of one encoder share batches: seen at the engine's own door."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -104,20 +102,3 @@ def test_fill_mask_nsp_and_embed_share_one_batch(tiny_store: Path) -> None:
     with watched(tiny_store, "bert") as (client, engine, waiting):
         send_together(client, engine, waiting, 7 * len(requests), requests)
         assert [len(batch) for batch in engine.batches] == [1, len(requests)]
-
-
-@pytest.mark.timeout(60)
-def test_windows_of_all_questions_share_batches(tiny_store: Path) -> None:
-    context = "the king of the old city had a green house and saw the moon " * 6
-    parameters = {"max_seq_len": 40, "doc_stride": 10}
-    requests: list[tuple[str, dict[str, Any]]] = [
-        ("/qa", {"inputs": {"question": question, "context": context}, "parameters": parameters})
-        for question in ("who ?", "what ?", "when ?")
-    ]
-    with watched(tiny_store, "bert-qa") as (client, engine, waiting):
-        client.post(requests[0][0], json=requests[0][1])
-        windows = sum(map(len, engine.batches))
-        assert windows >= 4
-        send_together(client, engine, waiting, 3 * (windows - 1) * 40, requests)
-        most = max(map(len, engine.batches))
-        assert most >= 3 * (windows - 1), "the full windows of three requests in one batch"

@@ -1,6 +1,5 @@
 """A service starts nothing before `begin`, and a start that fails leaves nothing behind."""
 
-import logging
 import threading
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from cloze.service.errors import StartupError
-from cloze.service.observe.logs import AccessLog, LineWriter
+from cloze.service.processes.supervisor import supervise
 from cloze.service.service import single_process
 from cloze.service.settings import Settings, load_settings
 from tests.support.fake_engine import FakeEngine
@@ -16,29 +15,6 @@ from tests.support.fake_engine import FakeEngine
 
 def fake(store: Path, **settings: object) -> Settings:
     return load_settings({"model_store": store, "model": "bert", **settings})
-
-
-def names() -> set[str]:
-    return {thread.name for thread in threading.enumerate()}
-
-
-def test_a_constructor_starts_no_thread() -> None:
-    before = threading.enumerate()
-    AccessLog("json", logging.CRITICAL, 0.0, frozenset())
-    writer = LineWriter()
-    assert threading.enumerate() == before
-    writer.begin()
-    assert "log" in names()
-
-
-def test_the_series_of_models_begin_with_the_service(tiny_store: Path) -> None:
-    service = single_process(fake(tiny_store), lambda *_: FakeEngine())
-    series = 'cloze_requests_total{model="bert",route="/embed",status="200",version="1"}'
-    exposition = service._metrics.exposition
-    assert series not in exposition("")[0].decode()
-    with TestClient(service, base_url="http://localhost") as client:
-        assert f"{series} 0.0" in client.get("/metrics").text
-    assert service.why_unready() is not None, "the end of the application ends the service"
 
 
 def test_the_limits_of_bodies_are_those_of_the_settings(tiny_store: Path) -> None:
@@ -74,3 +50,15 @@ def test_an_error_of_the_operator_is_found_before_the_models(tiny_store: Path) -
         with pytest.raises(StartupError, match="missing"):
             single_process(fake(tiny_store, **wrong), make)
     assert not opened
+
+
+def test_a_folder_whose_sockets_cannot_be_named_stops_the_start(
+    tiny_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("a" * 100)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    settings = load_settings({"model_store": tiny_store, "frontends": 1, "port": 0})
+    with pytest.raises(StartupError, match="set TMPDIR to a short path"):
+        supervise(settings)
+    assert list(deep.iterdir()) == []

@@ -4,9 +4,7 @@
 """
 
 from pathlib import Path
-from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
@@ -16,9 +14,7 @@ from cloze.service.engine import session
 from cloze.service.engine.onnx_engine import OnnxEngine, SessionOptions
 from tests.conftest import has_gpu
 from tests.support import encodings
-from tests.support.faulty import numbers
 from tests.support.profiling import placed, profiled
-from tests.support.serving import running_server
 
 ON_GPU = [
     pytest.mark.gpu,
@@ -37,19 +33,6 @@ def end(engine: OnnxEngine) -> None:
     """Have the engine's session write its profile."""
     inner = engine._session
     (inner._session if isinstance(inner, session.DeviceSession) else inner).end_profiling()
-
-
-def test_a_profile_says_where_nodes_ran(tiny_store: Path, profile: Path) -> None:
-    bundle = Store(tiny_store).open("bert")
-    engine = OnnxEngine(bundle, Device.CPU)
-    engine.run(encodings.of_tasks(bundle.manifest.tasks, 4, 8))
-    end(engine)
-    operators = placed(profile.glob("profile*.json"))
-    assert {operator.split()[0] for operator in operators} == {session.CPU}
-    runs = len(engine._goldens) + 1
-    assert (
-        operators[f"{session.CPU} MultiHeadAttention"] == bundle.manifest.architecture.layers * runs
-    )
 
 
 class TestOnGpu:
@@ -82,25 +65,3 @@ class TestOnGpu:
             if "embedding" in one:
                 expected, actual = one["embedding"].array, other["embedding"].array
                 np.testing.assert_allclose(actual, expected, atol=1e-3)
-
-    def test_the_server_answers_as_on_a_cpu(self, packed_store: Path) -> None:
-        texts = ["a", "the cat sat", "the dog ran and the cat sat on the mat"]
-        asked: dict[str, Any] = {
-            "/embed": texts,
-            "/nsp": [{"text": "the cat sat", "next": "the dog ran"}],
-            "/fill-mask": ["the [MASK] sat"],
-            "/qa": {"question": "who sat", "context": "the cat sat and the dog ran"},
-        }
-        found = []
-        for device in ("cpu", "cuda"):
-            with running_server(packed_store, "--device", device, "--frontends", "2") as server:
-                replies = {
-                    path: httpx.post(server.url + path, json={"inputs": inputs}, timeout=60)
-                    for path, inputs in asked.items()
-                }
-                assert all(reply.status_code == 200 for reply in replies.values()), replies
-                found.append(replies)
-                assert f" on {device} in " in "".join(server.log)
-        for path in asked:
-            one, other = (numbers(replies[path].json()) for replies in found)
-            np.testing.assert_allclose(one, other, atol=0.02, err_msg=path)

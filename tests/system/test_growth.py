@@ -24,7 +24,6 @@ from cloze.service.tasks.texts import LongTextRule, encode_texts
 from cloze.service.tasks.wire import NoParameters
 from tests.support.refusals import error_of
 from tests.support.serving import Server, running_server
-from tests.support.waiting import wait_until
 
 # ---- the toy task: how large a text's embedding is -----------------------------------------------
 
@@ -36,10 +35,6 @@ class Length:
     length: float
 
 
-BUG = 7
-"""Number of texts for which the task has a bug."""
-
-
 def prepare(inputs: Any, _: NoParameters, context: TaskContext) -> PreparedRequest[None]:
     texts = context.limits.checked(inputs)
     rule = LongTextRule("truncate")
@@ -47,8 +42,6 @@ def prepare(inputs: Any, _: NoParameters, context: TaskContext) -> PreparedReque
 
 
 def decode(_: None, outputs: Sequence[HeadOutputs], __: TaskContext) -> list[Length]:
-    if len(outputs) == BUG:
-        raise RuntimeError("a bug")
     vectors = [output[HEAD.name].array for output in outputs]
     return [Length(float((vector @ vector) ** 0.5)) for vector in vectors]
 
@@ -108,15 +101,6 @@ def test_bad_input_gets_the_errors_of_every_task(toy_server: Server) -> None:
     for body, status, code in cases:
         assert error_of(httpx.post(url, json=body)) == (status, code), body
     assert httpx.get(url).status_code == 405
-
-
-def test_a_bug_is_an_answer_with_an_id_and_a_line(toy_server: Server) -> None:
-    failed = httpx.post(f"{toy_server.url}/toy-length", json={"inputs": ["a"] * BUG})
-    assert error_of(failed) == (500, "internal_error")
-    line = f"POST /toy-length 500 id={failed.headers['x-request-id']} client=127.0.0.1 model=bert@1"
-    wait_until(lambda: any(line in logged for logged in toy_server.log))
-    assert "error=internal_error" in next(logged for logged in toy_server.log if line in logged)
-    wait_until(lambda: any("RuntimeError: a bug" in logged for logged in toy_server.log))
 
 
 def test_everything_else_lists_it(toy_server: Server) -> None:

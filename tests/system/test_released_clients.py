@@ -18,7 +18,7 @@ from tests.support.serving import Server, running_server
 
 TEXTS = ["the king", "the old king", "a moon over the sea"]
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

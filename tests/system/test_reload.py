@@ -151,19 +151,6 @@ def test_what_is_bad_is_refused_and_the_old_stays(
         wait_until(lambda: counted() == {"ok": 1, "failed": 1, "last": 1})
 
 
-def test_models_come_stay_and_go(store: Store, checkpoints: dict[str, Path]) -> None:
-    with running_server(store.root) as server:
-        export(str(checkpoints["bert-qa"]), "qa", store)
-        assert server.reload() == "reloaded: added qa@1; kept bert@1"
-        question = {"inputs": {"question": "who walked", "context": "the owl walked home"}}
-        assert httpx.post(f"{server.url}/qa", json=question).status_code == 200
-        shutil.rmtree(store.root / "qa")
-        assert server.reload() == "reloaded: removed qa@1; kept bert@1"
-        gone = httpx.post(f"{server.url}/qa", json=question)
-        assert gone.status_code == 424
-        assert httpx.get(f"{server.url}/info").json()["models"][0]["name"] == "bert"
-
-
 def test_a_model_that_is_kept_although_a_newer_one_exists_has_a_reason(
     store: Store, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -174,27 +161,6 @@ def test_a_model_that_is_kept_although_a_newer_one_exists_has_a_reason(
         reason = changes["reasons"]["bert@1"]
         assert "bert@2 is newer: start the server again, with --model bert to follow" in reason
         wait_until(lambda: any(f"kept bert@1 ({reason})" in line for line in server.log))
-
-
-def test_requests_that_run_end_with_the_old_model(
-    store: Store, checkpoints: dict[str, Path]
-) -> None:
-    """The request is slow, and the reload does not wait for it."""
-    with faulty(store) as server, httpx.Client(timeout=30) as client:
-        answers: list[httpx.Response] = []
-        slow = threading.Thread(
-            target=lambda: answers.append(
-                client.post(f"{server.url}/embed", json={"inputs": "river"})
-            )
-        )
-        slow.start()
-        wait_until(lambda: any("a run with river starts" in line for line in server.log))
-        publish_other(store, checkpoints)
-        assert "added bert@2" in server.reload()
-        assert not answers
-        slow.join()
-        assert answers[0].status_code == 200
-        assert answers[0].headers["x-model"] == "bert@1"
 
 
 @contextmanager
@@ -266,28 +232,7 @@ def test_a_refused_reload_changes_nothing(store: Store) -> None:
         wait_until(lambda: resources(server.process.pid)[1] <= files + 4)
 
 
-def test_the_series_of_replaced_models_leave(store: Store, checkpoints: dict[str, Path]) -> None:
-    """What counts no model goes on."""
-    with running_server(store.root) as server:
-
-        def counts(version: int) -> list[str]:
-            labels = ('model="bert"', f'version="{version}"')
-            lines = httpx.get(f"{server.url}/metrics").text.splitlines()
-            return [line for line in lines if all(label in line for label in labels)]
-
-        assert httpx.get(f"{server.url}/nowhere").status_code == 404
-        httpx.post(f"{server.url}/embed", json={"inputs": "river"}).raise_for_status()
-        wait_until(lambda: any("_bucket" in line for line in counts(1)))
-        publish_other(store, checkpoints)
-        server.reload()
-        httpx.post(f"{server.url}/embed", json={"inputs": "river"}).raise_for_status()
-        wait_until(lambda: not counts(1))
-        assert any("cloze_queue_tokens" in line for line in counts(2))
-        assert any("cloze_requests_total" in line for line in counts(2))
-        kept = 'cloze_requests_total{model="",route="other",status="404",version=""} 1.0'
-        assert kept in httpx.get(f"{server.url}/metrics").text
-
-
+@pytest.mark.slow
 def test_memory_returns(tmp_path: Path) -> None:
     """Reloads that replace the model leave less than half a model (13 MB) behind, in all.
 

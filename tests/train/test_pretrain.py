@@ -412,14 +412,6 @@ def test_embeddings_are_kept(run: str, trained: Path, stories: Path, tmp_path: P
         assert cosine(back) > cosine(lost) + 0.01
 
 
-def test_a_run_goes_on_where_the_other_ended(trained: Path, stories: Path, tmp_path: Path) -> None:
-    folder = go_on("further", trained, stories, tmp_path / "run", 8)
-    first, last = read_log(folder.parent)[0], read_log(trained.parent)[-1]
-    assert first["masked_loss"] < last["masked_loss"] + 0.7
-    assert (folder / "tokenizer.json").read_text() == (trained / "tokenizer.json").read_text()
-    assert str(trained) in (folder / "README.md").read_text()
-
-
 @pytest.mark.parametrize("run", ["further", "student"])
 def test_a_licence_goes_from_model_to_model(run: str, stories: Path, tmp_path: Path) -> None:
     source = save_source("bert", tmp_path / "source")

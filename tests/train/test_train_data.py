@@ -159,10 +159,10 @@ def test_a_vocabulary_is_the_same_in_every_process(tmp_path: Path) -> None:
     rare = " ".join(chr(0x100 + number) + chr(0x400 + number % 60) for number in range(150))
     (tmp_path / "text.txt").write_text("\n\n".join([rare, *(story.text for story in STORIES)]))
     command = [sys.executable, "-m", "cloze", "train", "vocab", "--corpus", tmp_path / "text.txt"]
-    for name in "abc":
+    for name in "ab":
         subprocess.run([*command, "--size", "180", "--out", tmp_path / name], check=True)
-    first, *others = ((tmp_path / name / "tokenizer.json").read_text() for name in "abc")
-    assert others == [first, first]
+    first, other = ((tmp_path / name / "tokenizer.json").read_text() for name in "ab")
+    assert other == first
     specials = [token["content"] for token in json.loads(first)["added_tokens"]]
     assert specials == list(SPECIAL_TOKENS)
 
@@ -400,14 +400,6 @@ def test_a_share_of_examples_is_one_sentence(vocabulary: Folder, corpus: Prepare
             assert are_of_a_sentence(corpus.train, example.input_ids[1:-1]), (
                 "or of a part that fits"
             )
-
-
-def test_single_sentences_need_no_objective(vocabulary: Folder, corpus: PreparedCorpus) -> None:
-    examples = sequences(corpus, vocabulary, SentenceObjective.NONE, single=0.99)
-    made = [examples.make(number, examples.rng(number)) for number in range(len(examples))]
-    assert {example.label for example in made} == {None}
-    crossed = sum(not are_of_a_sentence(corpus.train, each.input_ids[1:-1]) for each in made)
-    assert crossed < 0.1 * len(examples)
 
 
 @pytest.mark.parametrize("dynamic", [True, False])

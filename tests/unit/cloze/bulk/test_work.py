@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cloze.bulk import chunks, local_run, work
+from cloze.bulk import chunks, work
 from cloze.bulk.chunks import Chunk
 from cloze.bulk.errors import BulkError
 from cloze.bulk.job import BulkJob, JobOptions
@@ -240,56 +240,12 @@ def most_unwritten(job: BulkJob) -> tuple[int, int]:
 def test_few_chunks_are_read_and_not_written(
     tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert (work._CHUNKS_IN_FLIGHT, work._CHARACTERS_IN_FLIGHT) == (16, 4 * 2**20)
     monkeypatch.setattr(chunks, "CHUNK_ROWS", 1)
     monkeypatch.setattr(work, "_CHUNKS_IN_FLIGHT", 3)
     job = job_of(tmp_path, texts(*"abcdefgh"))
     assert most_unwritten(job)[0] == 4  # one more is read before the first is written
     assert len(written(job)) == 8
     assert engine.batches
-
-
-def test_few_characters_are_read_and_not_written(
-    tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chunks, "CHUNK_ROWS", 1)
-    monkeypatch.setattr(work, "_CHARACTERS_IN_FLIGHT", 30)
-    job = job_of(tmp_path, texts(*["a b c d e "] * 8))  # 10 characters each
-    assert most_unwritten(job) == (4, 40)
-    assert [row["embedding"][0] for row in written(job)] == [ids_sum("a b c d e")] * 8
-    assert engine.batches
-
-
-def test_shards_run_at_once_but_are_read_one_after_the_other(
-    tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second shard is read while the first one waits for its last results."""
-    monkeypatch.setattr(chunks, "CHUNK_ROWS", 2)
-    engine.gate.clear()
-    job = job_of(tmp_path, texts(*"abcdef"), shard_rows=2)
-    worker = BulkWorker(job, lambda _: None)
-    read: list[int] = []
-    original = worker._reader.read
-
-    def noted(shard: Shard) -> Iterator[Chunk]:
-        read.append(shard.number)
-        yield from original(shard)
-        read.append(shard.number)
-        if shard.number == 1:
-            engine.gate.set()
-
-    worker._reader.read = noted  # type: ignore[method-assign]
-
-    async def run() -> list[ShardReport]:
-        return await asyncio.gather(*(worker.write_shard(s) for s in job.plan.shards))
-
-    try:
-        reports = asyncio.run(asyncio.wait_for(run(), 20))
-    finally:
-        engine.gate.set()
-        worker.close()
-    assert read == [0, 0, 1, 1, 2, 2]
-    assert [report.shard for report in reports] == [0, 1, 2]
 
 
 def test_a_local_run_has_two_shards_at_once(
@@ -312,15 +268,3 @@ def test_a_local_run_has_two_shards_at_once(
     monkeypatch.setattr(work, "RunFolder", Folder)
     run_locally(job, job.plan.shards, lambda _: None)
     assert sorted(opened) == [0, 1, 2]
-    assert local_run._SHARDS_AT_ONCE == 2
-
-
-def test_the_engine_ends_with_the_run(tmp_path: Path, engine: FakeEngine) -> None:
-    job = job_of(tmp_path, texts("a"))
-    worker = BulkWorker(job)
-    asyncio.run(worker.write_shard(job.plan.shards[0]))
-    (job.output / "part-00000.jsonl").unlink()
-    worker.close()
-    with pytest.raises(BulkError, match="run the command again to continue"):
-        asyncio.run(worker.write_shard(job.plan.shards[0]))
-    assert len(engine.batches) == 1

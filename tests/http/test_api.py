@@ -23,13 +23,6 @@ def call(server: Server, route: str, content: bytes | None = None, **body: Any) 
     )
 
 
-def test_control_characters_are_cleaned_as_bert_cleans_them(server: Server) -> None:
-    """NUL and U+FFFD disappear; so does nothing else."""
-    plain = call(server, "/embed", inputs="the king").json()
-    assert call(server, "/embed", inputs="the\x00 ki\x00ng\ufffd").json() == plain
-    assert call(server, "/embed", inputs="\x00").status_code == 200
-
-
 def test_probes_are_answered_while_a_huge_text_is_tokenized(server: Server) -> None:
     """By order, not by the clock: several probes come back before the text does."""
     with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=server.url, timeout=30) as probes:

@@ -1,8 +1,6 @@
 """The bodies of large requests are bounded: they hold what has arrived, wait, or are refused."""
 
-import gzip
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -57,22 +55,6 @@ def server(tiny_store: Path) -> Iterator[Server]:
     }
     with running_server(tiny_store, "--model", "bert", **limits) as running:
         yield running
-
-
-@pytest.mark.parametrize(
-    "sent",
-    [
-        head("transfer-encoding: chunked"),
-        head(f"content-length: {MB}"),
-        head("transfer-encoding: chunked") + chunk(70_000),
-        head("content-length: 60", "content-encoding: gzip") + gzip.compress(b" ")[:9],
-    ],
-    ids=["chunked", "announced", "begun", "gzip"],
-)
-def test_what_is_announced_and_not_sent_holds_no_memory(server: Server, sent: bytes) -> None:
-    with senders(server, 6, sent):
-        time.sleep(0.1)  # so that the server has read what was sent
-        assert post_large(server).status_code == 200
 
 
 def test_bodies_that_stall_end_at_their_time_limit_and_give_their_memory(server: Server) -> None:

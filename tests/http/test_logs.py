@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -137,41 +136,6 @@ def test_a_log_that_nobody_reads_blocks_neither_requests_nor_the_end(tiny_store:
         os.close(read_end)
 
 
-def test_the_oldest_lines_without_room_are_counted(capfd: pytest.CaptureFixture[str]) -> None:
-    writer = LineWriter(most_waiting=2)
-    writer.waiting.extend(f"{number}\n" for number in range(4))
-    writer.begin()
-    writer.flush()
-    writer.waiting.append("x" * 10_000 + "\n")
-    writer.flush()
-    lines = capfd.readouterr().err.splitlines()
-    assert lines == ["2 lines are missing: the log was read too slowly", "2", "3", "x" * 10_000]
-
-
-def test_lines_stay_bounded_while_a_write_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process took the room in the pipe after the poll, and nobody reads."""
-    is_writing, may_end = threading.Event(), threading.Event()
-
-    def write(_: int, data: bytes) -> int:
-        is_writing.set()
-        may_end.wait(20)
-        return len(data)
-
-    writer = LineWriter(most_waiting=100)
-    log = AccessLog("text", logging.INFO, 1, frozenset(), writer)
-    monkeypatch.setattr(os, "write", write)
-    writer.waiting.append("first\n")
-    writer.begin()
-    try:
-        assert is_writing.wait(20)
-        for _ in range(1000):
-            log.add(record())
-        assert len(writer.waiting) <= 200
-    finally:
-        may_end.set()
-        writer.flush()
-
-
 def test_a_signal_handler_may_log_while_its_thread_logs() -> None:
     code = (
         "import logging, signal, time; from cloze.service.observe.logs import start_logging; "
@@ -210,19 +174,3 @@ def test_lines_of_several_processes_do_not_mix() -> None:
         lines = log.read().splitlines()
     assert [process.communicate(timeout=20) for process in processes] == [(b"", None)] * 2
     assert Counter(lines) == {"a" * 999: 300, "b" * 999: 300}
-
-
-def test_a_log_that_cannot_be_written_stops_the_start(tiny_store: Path) -> None:
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "cloze", "serve", "--port", "0", "--model-store", tiny_store],
-            stderr=full,
-            stdout=subprocess.PIPE,
-            text=True,
-            check=False,
-            timeout=60,
-        )
-    assert done.returncode == 2
-    assert done.stdout == (
-        "cloze: the log (standard error) cannot be written: No space left on device\n"
-    )

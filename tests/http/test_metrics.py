@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import ssl
 import subprocess
 import time
 from collections.abc import Iterator
@@ -21,8 +20,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from cloze.model_store.installation import build
 from cloze.service.core import BatchFill
 from cloze.service.observe.metrics import observe_all
-from tests.support.certificates import make_certificate
-from tests.support.prometheus import query, running_prometheus
 from tests.support.serving import Server, children, running_server
 from tests.support.waiting import wait_until
 
@@ -205,25 +202,6 @@ def test_promtool_finds_nothing_to_mend(server: Server) -> None:
     assert done.returncode == 0, done.stderr.decode() + done.stdout.decode()
 
 
-def test_a_real_prometheus_answers_from_our_series(fresh: Server, tmp_path: Path) -> None:
-    """With the configuration we ship, but for the address and the interval."""
-    quantile = (
-        "histogram_quantile(0.99, sum by (le, route) "
-        '(rate(cloze_request_duration_seconds_bucket{route="/embed"}[5s])))'
-    )
-    with running_prometheus(tmp_path, [fresh.url]) as url:
-
-        def has_p99() -> bool:
-            httpx.post(f"{fresh.url}/embed", json={"inputs": "the king"})
-            result = query(url, quantile)
-            return bool(result) and not math.isnan(float(result[0]["value"][1]))
-
-        wait_until(has_p99, 30)
-        (result,) = query(url, quantile)
-    assert 0 < float(result["value"][1]) < 5
-    assert result["metric"] == {"route": "/embed"}
-
-
 def test_many_observations_at_once_are_the_same_as_one_by_one() -> None:
     """`observe_all` relies on attributes of prometheus_client that are not public."""
     registry = CollectorRegistry()
@@ -283,41 +261,6 @@ def test_the_start_is_the_same_in_every_scrape_and_another_one_after_a_restart(
     began_s = int(stat_of(fresh.process.pid)[19]) / os.sysconf("SC_CLK_TCK")
     began = time.time() - (uptime_s - began_s)
     assert began - 2 < started < ready, "the kernel tells its start in whole seconds"
-
-
-def test_the_files_of_an_operator_are_shown(tiny_store: Path, tmp_path: Path) -> None:
-    """Whether the keys file can be read, and when the certificate ends."""
-    keys, files = tmp_path / "keys.toml", make_certificate(tmp_path)
-    digest = hashlib.sha256(b"mine").hexdigest()
-    text = f'[prometheus]\nsha256 = "{digest}"\nscopes = ["metrics"]\n'
-    keys.write_text(text)
-    shown = subprocess.run(
-        ["openssl", "x509", "-enddate", "-noout", "-in", str(files.public)],
-        capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
-    end = ssl.cert_time_to_seconds(shown.strip().removeprefix("notAfter="))
-    settings = {
-        "CLOZE_KEYS_FILE": str(keys),
-        "CLOZE_TLS_CERTIFICATE": str(files.public),
-        "CLOZE_TLS_KEY": str(files.private),
-    }
-    with (
-        running_server(tiny_store, "--frontends", "1", "--model", "bert", **settings) as server,
-        httpx.Client(verify=False, headers={"authorization": "Bearer mine"}) as client,
-    ):
-
-        def shown_by(name: str) -> float:
-            (found,) = re.findall(f"^{name} (.*)", client.get(f"{server.url}/metrics").text, re.M)
-            return float(found)
-
-        assert shown_by("cloze_certificate_end_timestamp_seconds") == end
-        assert shown_by("cloze_keys_file_readable") == 1
-        keys.unlink()
-        wait_until(lambda: shown_by("cloze_keys_file_readable") == 0)
-        keys.write_text(text)
-        wait_until(lambda: shown_by("cloze_keys_file_readable") == 1)
-        keys.write_text("no TOML")
-        wait_until(lambda: shown_by("cloze_keys_file_readable") == 0)
 
 
 def test_restarts_of_processes_are_counted(tiny_store: Path) -> None:

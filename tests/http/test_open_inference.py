@@ -99,11 +99,3 @@ def test_spans_of_a_text_are_rows_of_one_input(every_task: Server) -> None:
     own = httpx.post(f"{every_task.url}/embed", json={"inputs": text, **parameters}).json()
     assert found["count"] == [2]
     assert np.reshape(found["embedding"], (2, -1)) == pytest.approx(np.array(own), abs=1e-6)
-
-
-def test_the_metrics_name_the_route_not_the_path(server: Server) -> None:
-    outputs(infer(server, "bert.embed", tensor("text", "a")))
-    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
-    routes = {line.split('route="')[1].split('"')[0] for line in lines if 'route="' in line}
-    assert "/v2/models/{model}/infer" in routes
-    assert not any("bert" in route for route in routes)

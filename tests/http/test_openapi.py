@@ -66,18 +66,6 @@ def test_examples_of_every_route_run(default_server: Server, document: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("accept", "kind"), [("application/octet-stream",) * 2, ("application/x-npy",) * 2]
-)
-def test_binary_answers_are_documented(
-    default_server: Server, document: dict[str, Any], accept: str, kind: str
-) -> None:
-    url = f"{default_server.url}/embed"
-    response = httpx.post(url, json={"inputs": "a"}, headers={"accept": accept})
-    assert response.headers["content-type"] == kind
-    check(document, "/embed", "post", response)
-
-
-@pytest.mark.parametrize(
     "path", ["/healthz", "/readyz", "/health", "/info", "/metrics", "/v1/models"]
 )
 def test_routes_of_operators_are_documented(

@@ -11,13 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from starlette.testclient import TestClient
-from transformers import BertForSequenceClassification, BertModel
+from transformers import BertForSequenceClassification
 
-from cloze.export.load.tokenizer import load_tokenizer
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.service.service import single_process
@@ -204,15 +201,6 @@ def test_the_word_of_a_request_overrules_the_end_that_the_tokenizer_cuts(
     assert right != pytest.approx(left, abs=1e-4)
 
 
-def test_the_last_tokens_are_those_of_transformers(checkpoints: dict[str, Path]) -> None:
-    """The tail that fits is what transformers' tokenizers keep with ``truncation_side="left"``."""
-    backend = load_tokenizer(checkpoints["bert"]).tokenizer
-    text = f"walked {CHINESE['green'] * 400}{CHINESE['moon']} king"
-    backend.enable_truncation(MODEL_TOKENS, direction="left")
-    kept = backend.encode(text).tokens
-    assert kept[1:-1] == [CHINESE["green"]] * (TWO - 2) + [CHINESE["moon"], "king"]
-
-
 # ---- one text of a list that is too long ---------------------------------------------------------
 
 LONG = "king " * 200
@@ -257,35 +245,4 @@ def test_a_text_that_is_too_long_is_named_and_no_vector_is_null(
 # ---- token classification by a sequence label ----------------------------------------------------
 
 
-@pytest.mark.parametrize("route", ["/token-classification", "/redact"])
-def test_a_label_of_a_text_is_never_the_label_of_its_tokens(client: TestClient, route: str) -> None:
-    text = "The king of France."
-    for model in ({}, {"model": "classifier"}):
-        refused = client.post(route, json={"inputs": text} | model)
-        assert error_of(refused) == (424, "task_not_supported")
-    v2 = client.post(f"/v2/models/classifier.{route[1:]}/infer", json={"inputs": [TENSOR]})
-    assert v2.status_code in (400, 404)
-    asked = {"inputs": text, "model": "classifier", "parameters": {"aggregation_strategy": "max"}}
-    assert client.post("/", json=asked).status_code >= 400
-    models = client.get("/info").json()["models"]
-    tasks = {model["name"]: model["tasks"] for model in models}
-    assert "text-classification" in tasks["classifier"]
-    assert not {"token-classification", "redact"} & set(tasks["classifier"])
-
-
 # ---- gelu computed as its approximation ----------------------------------------------------------
-
-
-def test_gelu_is_the_exact_one(client: TestClient, checkpoints: dict[str, Path]) -> None:
-    """The two differ by more than the tolerance, so the test would notice the approximation."""
-    text = "walked the king"
-    ids = torch.tensor([load_tokenizer(checkpoints["bert"]).tokenizer.encode(text).ids])
-    states = {}
-    for name in ("gelu", "gelu_new"):
-        model = BertModel.from_pretrained(checkpoints["bert"], hidden_act=name)
-        with torch.no_grad():
-            states[name] = model.eval()(ids).last_hidden_state[0].numpy()
-    [answer] = client.post("/embed_all", json={"inputs": text, "model": "bert"}).json()
-    error = np.abs(np.array(answer) - states["gelu"]).max()
-    apart = np.abs(np.array(answer) - states["gelu_new"]).max()
-    assert error < 2e-5 < 1e-4 < apart

@@ -5,18 +5,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from cloze.model_store.locations import DEFAULT_ROOT
-from tests.support.faulty import embed, metric, one_process, wait_for_run
 from tests.support.released_clients import CLIENTS, environment, printed
 from tests.support.serving import Server, running_server
-from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -58,15 +54,6 @@ def test_every_panel_answers(panels: dict[str, Any]) -> None:
         assert "from cloze.client import Client" in text
 
 
-def test_a_panel_says_what_it_needs(browse: Browse, tiny_store: Path) -> None:
-    with running_server(tiny_store) as server:
-        seen = browse("needs", server.url)
-    assert len(seen) == 2
-    for panel, text in seen.items():
-        assert f"No served model does {panel}." in text
-        assert f"cloze export CHECKPOINT --name NAME --task {panel}" in text
-
-
 def test_the_page_is_accessible(panels: dict[str, Any]) -> None:
     """axe-core's rules, in light and dark; and nothing is wider than a phone."""
     assert panels["violations"] == []
@@ -85,20 +72,6 @@ def test_the_page_asks_only_this_server_and_logs_nothing(
     policy = httpx.get(server.url).headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
     assert "unsafe" not in policy
-
-
-def test_nothing_stands_askew_at_any_width(browse: Browse, server: Server) -> None:
-    """On a phone, a tablet and a desk."""
-    for width, seen in browse("layout", server.url).items():
-        title, links = seen["title and links"]
-        assert title["top"] < links["bottom"] <= title["bottom"] + 10, width
-        assert len({round(field["height"]) for field in seen["fields"]}) == 1, width
-        [line] = {round(name["height"]) for name in seen["line"]}
-        assert {round(share["height"]) for share in seen["shares"]} == {line}, width
-        assert len({round(plot["height"]) for plot in seen["plots"]}) == 1, width
-        assert len({round(plot["height"]) for plot in seen["figures"]}) == 1, width
-        columns = len({round(plot["left"]) for plot in seen["figures"]})
-        assert len(seen["figures"]) % columns == 0, "no row is left open"
 
 
 def test_answers_are_those_of_the_routes(browse: Browse, server: Server) -> None:
@@ -150,24 +123,6 @@ def test_mistakes_are_told_and_texts_are_no_markup(browse: Browse, server: Serve
     assert seen["alert"].startswith("422: inputs holds no mask token")
     assert seen["images"] == 0
     assert [m for m in seen["messages"] if "422" not in m] == []  # Chromium logs each failed fetch
-
-
-def test_an_overload_is_told(browse: Browse, tiny_store: Path) -> None:
-    limits = {
-        "CLOZE_MAX_QUEUE_TOKENS": "20",
-        "CLOZE_MAX_QUEUE_WAIT_MS": "60000",  # else a slow machine refuses by time
-        "CLOZE_WORKERS": "1",
-        "CLOZE_MAX_BATCH_TOKENS": "1",
-    }
-    with one_process(tiny_store, **limits) as server, ThreadPoolExecutor(2) as pool:
-        pool.submit(embed, server, "river")
-        wait_for_run(server, "river")
-        pool.submit(embed, server, ["river"] * 8)  # 3 s each
-        wait_until(lambda: metric(server, r'cloze_queue_tokens\{model="bert",version="1"\}') > 20)
-        seen = browse("overload", server.url)
-        server.process.kill()
-    assert "429: the queue holds" in seen["alert"]
-    assert "; try again in " in seen["alert"]
 
 
 def test_the_live_panel_plots_the_metrics(browse: Browse, server: Server) -> None:

@@ -1,11 +1,7 @@
 """Long texts are tokenized in pieces, with the tokens of the whole; abandoned work ends."""
 
-import asyncio
-import gc
 import json
-import weakref
 from array import array
-from contextlib import suppress
 from unicodedata import normalize
 
 import pytest
@@ -19,7 +15,6 @@ from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.service.text import pieces
 from cloze.service.text.pieces import Boundary, divide, find_boundary, groups
 from cloze.service.text.tokenizer import NO_WORD, Spans, Tokenizer
-from cloze.service.threads import run_on_thread
 from tests.export.test_awkward_lines import KINDS
 from tests.support.refusals import refused
 from tests.support.tokenizer_kinds import byte_level, undivided, unigram
@@ -176,29 +171,3 @@ def test_tokenizers_whose_tokens_may_cross_spaces_are_not_divided() -> None:
     ):
         assert find_boundary(json.loads(whole_text.to_str())) is None
     places_of(undivided(unigram(splits_first=False), split=True))
-
-
-class Body:
-    """What a function on a thread gets."""
-
-
-def test_an_error_on_a_thread_frees_what_the_function_had() -> None:
-    """Without a garbage collection, which may come after many bodies of megabytes."""
-
-    def fail(body: Body) -> None:
-        raise ValueError(type(body).__name__)
-
-    async def run() -> bool:
-        body = Body()
-        kept = weakref.ref(body)
-        with suppress(ValueError):
-            await run_on_thread(fail, body)
-        del body
-        await run_on_thread(len, "the thread's next work")
-        return kept() is None
-
-    gc.disable()
-    try:
-        assert asyncio.run(run())
-    finally:
-        gc.enable()

@@ -1,7 +1,6 @@
 """Every route that runs a model has the same way in: gate, drain, limits, one spelling of a path."""
 
 import re
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,17 +11,13 @@ import orjson
 import pytest
 from starlette.testclient import TestClient
 
-from cloze.model_store import Store
 from cloze.service.service import single_process
 from cloze.service.settings import load_settings
-from cloze.service.tasks import TaskContext
-from cloze.service.tasks.task import TaskLimits
-from cloze.service.text.tokenizer import Tokenizer
 from tests.support.faulty import FAULTY, metric
 from tests.support.refusals import error_of
 from tests.support.serving import Server, running_server
 from tests.support.waiting import wait_until
-from tests.system.test_admission import SLOW, exchange
+from tests.system.test_admission import SLOW
 
 OPERATORS = {"/admin/reload"}
 """The POST routes that run no model."""
@@ -117,31 +112,6 @@ def test_a_full_server_refuses_every_route_before_it_reads_the_body(full: Server
         check_shape(path, refused.json())
 
 
-def test_a_full_server_refuses_by_the_path_that_the_router_sees(full: Server) -> None:
-    """However the request line spells it, and also in a pipeline."""
-    rest = b" HTTP/1.1\r\nhost: localhost\r\ncontent-length: 20\r\n\r\n" + b" " * 20
-    for target, status in (
-        (b"/tokenize", b"429"),
-        (b"http://localhost/tokenize", b"429"),
-        (b"http://localhost/tokenize?x=1", b"429"),
-        (b"/tokenize?x", b"429"),
-        (b"/tokenize#x", b"429"),
-        (b"/tokenize/", b"307"),  # the router's redirect
-        (b"/%74okenize", b"404"),
-        (b"/%2574okenize", b"404"),
-        (b"/tokenize%0a", b"404"),
-        (b"/TOKENIZE", b"404"),
-        (b"//tokenize", b"404"),
-        (b"/x/../tokenize", b"404"),
-    ):
-        answers = exchange(full, b"POST " + target + rest)
-        assert re.findall(rb"HTTP/1.1 (\d+)", answers) == [status], target
-    health = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
-    pipeline = health + (b"POST /tokenize" + rest) * 3 + health
-    answers = exchange(full, pipeline, wait_s=2.0)
-    assert re.findall(rb"HTTP/1.1 (\d+)", answers) == [b"200", b"429", b"429", b"429", b"200"]
-
-
 def test_a_drain_refuses_every_route(every_task: Server, every_task_store: Path) -> None:
     service = single_process(load_settings({"model_store": every_task_store}))
     with TestClient(service, base_url="http://localhost") as client:
@@ -152,37 +122,4 @@ def test_a_drain_refuses_every_route(every_task: Server, every_task_store: Path)
             check_shape(path, answer.json())
 
 
-def test_a_request_that_came_before_a_drain_is_answered(every_task_store: Path) -> None:
-    """Its body may arrive after SIGTERM."""
-    with running_server(every_task_store) as server:
-        host, port = server.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=9) as connection:
-            health = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
-            head = b"POST /embed HTTP/1.1\r\nhost: localhost\r\ncontent-length: 14\r\n\r\n"
-            connection.sendall(health + head)
-            while b"alive" not in connection.recv(65536):
-                pass  # then both heads have been read
-            # With the scrape itself, two are in flight when the second request has begun.
-            begun = "cloze_requests_in_flight 2.0"
-            wait_until(lambda: begun in httpx.get(f"{server.url}/metrics").text)
-            server.process.terminate()
-            wait_until(lambda: any("draining" in line for line in server.log))
-            connection.sendall(b'{"inputs":"a"}')
-            answer = b""
-            while data := connection.recv(65536):
-                answer += data
-            assert answer.startswith(b"HTTP/1.1 200"), answer
-
-
 # ---- tokenize and decode -------------------------------------------------------------------------
-
-
-def post(server: Server, path: str, **body: object) -> httpx.Response:
-    return httpx.post(server.url + path, json=body, timeout=30)
-
-
-def context(store: Path) -> TaskContext:
-    """Return what tasks use of the model of the examples."""
-    bundle = Store(store).open("cloze-bert")
-    most = TaskLimits(160, 64, 1000, 10**6, 10**6, 10**6, 10**6)
-    return TaskContext(bundle.manifest, Tokenizer(bundle), most)

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer, BertForMaskedLM, DistilBertForMaskedLM
 
 from cloze.client import Client
-from tests.support.serving import Server, running_server
+from tests.support.serving import Server
 
 TEXTS = [
     "paris is the capital of france",
@@ -53,16 +53,6 @@ def test_scores_are_those_of_a_direct_computation(
         values = [token["log_probability"] for token in score["tokens"]]
         assert values == pytest.approx([value for _, value in expected], abs=1e-4)
         assert score["score"] == pytest.approx(sum(value for _, value in expected), abs=1e-3)
-
-
-def test_the_copies_of_a_text_run_in_batches(tiny_store: Path) -> None:
-    # One worker: idle workers would share the copies of a text.
-    limits = {"CLOZE_WORKERS": "1", "CLOZE_MAX_BATCH_TOKENS": "620"}
-    with running_server(tiny_store, **limits) as server:
-        assert ask(server, "year " * 60).status_code == 200  # 60 copies of 62 tokens
-        metrics = httpx.get(f"{server.url}/metrics").text
-        assert 'cloze_batch_sequences_sum{model="bert",version="1"} 60.0' in metrics
-        assert 'cloze_batch_sequences_count{model="bert",version="1"} 6.0' in metrics
 
 
 def test_our_client_returns_scores(server: Server) -> None:

@@ -12,7 +12,6 @@ from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder.modules import MLMTransformer, SpladePooling
 from tokenizers import Tokenizer
 
-from cloze.client import Client
 from cloze.export.errors import ExportError
 from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.load.tokenizer import load_tokenizer
@@ -20,7 +19,6 @@ from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
 from tests.support import tiny
-from tests.support.command import cloze
 from tests.support.serving import Server, running_server
 
 TEXTS = ["the king", "paris is the capital of france", "year time door green " * 60, "red"]
@@ -84,25 +82,6 @@ def test_the_heaviest_words_can_be_named(server: Server, oracles: dict[str, Path
     expected = encoder.decode(encoder.encode(TEXTS[1]), top_k=7)
     (rows,) = ask(server, TEXTS[1], top_k=7, return_tokens=True).json()
     assert [row["token"] for row in rows] == [token for token, _ in expected]
-
-
-def test_our_client_names_the_words(server: Server) -> None:
-    expected = ask(server, TEXTS, top_k=3, return_tokens=True).json()
-    with Client(server.url, batch_size=3) as client:
-        found = client.embed_sparse(TEXTS, top_k=3)
-    assert [[w.token for w in words] for words in found] == [
-        [row["token"] for row in rows] for rows in expected
-    ]
-    done = cloze("ask", "embed-sparse", TEXTS[0], "--top-k", "2", "--url", server.url)
-    assert done.stdout.splitlines()[0].split() == ["weight", "index", "token"]
-    assert len(done.stdout.splitlines()) == 3
-
-
-def test_the_gate_compares_sparse_vectors(store: Path) -> None:
-    for family in ("bert", "distilbert"):
-        int8 = Store(store).manifest(family).int8
-        assert int8 is not None
-        assert 0.98 <= int8.gate.measured["sparse_cosine_mean"] <= 1.0
 
 
 def test_it_is_exported_only_when_asked_for(oracles: dict[str, Path], tmp_path: Path) -> None:

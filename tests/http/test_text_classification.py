@@ -117,14 +117,3 @@ def test_huggingface_client_classifies_texts(server: Server, by: str) -> None:
     assert [(label.label, label.score) for label in labels] == [
         (label["label"], label["score"]) for label in expected
     ]
-
-
-def test_the_manifest_keeps_labels_and_problem_type(classifier_store: Path) -> None:
-    manifest = Store(classifier_store).manifest("multi")
-    options = manifest.heads["sequence_classification"].model_dump(exclude_none=True)
-    assert options == {
-        "labels": ("bad", "fair", "good"),
-        "problem_type": "multi_label_classification",
-    }
-    assert manifest.int8 is not None
-    assert manifest.int8.gate.measured["text_classification_agreement"] >= 0.95

@@ -143,12 +143,6 @@ def test_a_wrong_address_ends_the_start(endpoint: str) -> None:
         make_tracing(Settings(traces_endpoint=endpoint))
 
 
-def test_without_the_packages_the_start_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
-    with pytest.raises(StartupError, match=r"traces need further packages; run: .*traces"):
-        make_tracing(Settings(traces_endpoint="http://localhost:4318"))
-
-
 def test_without_a_collector_nothing_is_imported() -> None:
     """So that a server without the extra starts, and none pays for it."""
     program = (

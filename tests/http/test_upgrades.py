@@ -37,15 +37,3 @@ def test_curl_offers_http_2(server: Server, tmp_path: Path) -> None:
         ["curl", "-sS", "--http2-prior-knowledge", server.url], capture_output=True, text=True
     )
     assert done.returncode, "it does not wait for ever"
-
-
-def test_the_client_of_java(server: Server) -> None:
-    """It offers HTTP/2 on each connection that it opens without TLS."""
-    if (java := shutil.which("java")) is None:
-        pytest.skip("there is no java; Debian: openjdk-17-jdk-headless")
-    program = Path(__file__).parents[1] / "clients" / "Upgrading.java"
-    done = subprocess.run([java, program, server.url], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    version, *answers = done.stdout.splitlines()
-    print(version)
-    assert answers == [f"HTTP_1_1 200 {embedded(server).decode()}"] * 26

@@ -419,19 +419,6 @@ def test_an_adapter_without_files_fails_alone_and_the_log_says_why(
     assert scores(server, "gone") == before
 
 
-def test_an_adapter_that_becomes_bad_is_served_as_it_was(server: Server, served: Path) -> None:
-    before = scores(server, "topics")
-    file = served / "topics" / "adapter_model.safetensors"
-    data = file.read_bytes()
-    file.write_bytes(data[:-4])
-    kept, _, refused = server.reload().partition("; refused ")
-    assert "topics@1" in kept.partition("kept ")[2]
-    assert f"{served}/topics" in refused
-    assert scores(server, "topics") == before
-    file.write_bytes(data)
-    assert f"{served}/topics" not in server.reload()
-
-
 def test_an_adapter_is_replaced_by_one_of_another_rank_under_load(
     server: Server, served: Path, base_model: BertForPreTraining, tmp_path: Path
 ) -> None:

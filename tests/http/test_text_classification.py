@@ -15,9 +15,8 @@ from transformers import (
     TextClassificationPipeline,
 )
 
-from cloze.export.publish import ExportOptions, export
+from cloze.export.publish import export
 from cloze.model_store import Store
-from cloze.model_store.manifest import Precision
 from tests.support import tiny
 from tests.support.serving import Server, running_server
 
@@ -25,20 +24,13 @@ LABELS = {0: "bad", 1: "fair", 2: "good"}
 TEXTS = ["paris is red", "the water of the house", "walk", "year time door green " * 60]
 PAIRS = [("paris is red", "the house"), ("red " * 120, "green " * 130)]
 
+MULTI = {"id2label": LABELS, "problem_type": "multi_label_classification"}
 KINDS: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "single": (BertForSequenceClassification, "bert", {"id2label": LABELS}),
-    "multi": (
-        DistilBertForSequenceClassification,
-        "distilbert",
-        {"id2label": LABELS, "problem_type": "multi_label_classification"},
-    ),
-    "regression": (
-        BertForSequenceClassification,
-        "bert",
-        {"num_labels": 1, "problem_type": "regression"},
-    ),
+    "multi": (DistilBertForSequenceClassification, "distilbert", MULTI),
+    "regression": (BertForSequenceClassification, "bert", {"num_labels": 1, "problem_type": "regression"}),
     "one-label": (DistilBertForSequenceClassification, "distilbert", {"num_labels": 1}),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +48,9 @@ def classifiers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def classifier_store(
     tmp_path_factory: pytest.TempPathFactory, classifiers: dict[str, Path]
 ) -> Path:
-    """Every kind, by its own name, with an int8 graph; and one encoder for embeddings."""
     root = tmp_path_factory.mktemp("store")
-    options = ExportOptions(precisions=(Precision.INT8,))
     for kind, checkpoint in classifiers.items():
-        export(str(checkpoint), kind, Store(root), options)
+        export(str(checkpoint), kind, Store(root))
     return root
 
 
@@ -74,12 +64,8 @@ def oracle(checkpoint: Path) -> TextClassificationPipeline:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, model_max_length=160)
-        config = (checkpoint / "config.json").read_text()
-        model = BertForSequenceClassification if '"bert"' in config else None
-        model = model or DistilBertForSequenceClassification
-        return TextClassificationPipeline(
-            model=model.from_pretrained(checkpoint), tokenizer=tokenizer, device="cpu"
-        )
+        model = KINDS[checkpoint.name][0].from_pretrained(checkpoint)
+        return TextClassificationPipeline(model=model, tokenizer=tokenizer, device="cpu")
 
 
 def same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:

@@ -47,12 +47,6 @@ def test_vectors_of_tokens_follow_each_other(server: Server, kind: str) -> None:
     np.testing.assert_allclose(found, np.concatenate(expected), atol=1e-6)
 
 
-# ---- places of tokens ----------------------------------------------------------------------------
-
-
-# ---- the tokens that carry a similarity ----------------------------------------------------------
-
-
 # ---- spans of one text (late chunking) -----------------------------------------------------------
 
 LONG = "the king of Paris was red . a moon over the sea ,  and the old house"

@@ -1,0 +1,99 @@
+"""Refusals that follow from the models of request bodies: every field of every route, one by one.
+
+The OpenAPI document has the fields with their types and bounds. For each field, the test changes the
+route's own example so that this field alone is wrong.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import httpx
+
+from tests.support.serving import Server
+
+Schema = Mapping[str, Any]
+LENIENT = {"/", "/predict", "/rerank", "/tokenize", "/decode"}
+"""Routes that ignore fields that they do not have, as text-embeddings-inference does."""
+
+
+class Document:
+    """The OpenAPI document of a server."""
+
+    def __init__(self, server: Server) -> None:
+        self._document = httpx.get(f"{server.url}/openapi.json").json()
+
+    def resolved(self, schema: Schema) -> Schema:
+        while "$ref" in schema:
+            schema = self._document["components"]["schemas"][schema["$ref"].rsplit("/", 1)[1]]
+        return schema
+
+    def bodies(self) -> Iterator[tuple[str, Schema, dict[str, Any]]]:
+        """Yield the path, the schema and an example of each request body."""
+        for path, operations in self._document["paths"].items():
+            if request := operations.get("post", {}).get("requestBody"):
+                content = request["content"]["application/json"]
+                for example in content["examples"].values():
+                    yield path, self.resolved(content["schema"]), example["value"]
+
+    def wrong(self, schema: Schema) -> Iterator[tuple[Any, set[str]]]:
+        """Yield values that do not fit a schema, and the codes that they may have."""
+        choices = [self.resolved(each) for each in schema.get("anyOf", [schema])]
+        types = {choice.get("type", "any") for choice in choices}
+        if "any" in types:
+            return
+        samples = {"boolean": True, "string": "x", "number": 0.5, "array": [{}], "object": {"x": 1}}
+        fits = types | ({"number"} if "integer" in types and "number" in types else set())
+        for kind in samples.keys() - fits - ({"array"} & fits):
+            yield samples[kind], {"invalid_body"}
+        for choice in choices:
+            if "enum" in choice:
+                yield "no such choice", {"invalid_body"}
+            if "minimum" in choice:
+                yield choice["minimum"] - 1, {"invalid_value"}
+            if "maximum" in choice:
+                yield choice["maximum"] + 1, {"invalid_value"}
+            if choice.get("minItems") and len(choices) == 1:
+                yield [], {"empty_input"}
+            if choice.get("minLength"):
+                yield "", {"empty_input"}
+
+    def changed(
+        self, schema: Schema, value: dict[str, Any], is_lenient: bool, place: str = ""
+    ) -> Iterator[tuple[str, Any, set[str]]]:
+        """Yield objects with one wrong field each, the field's place, and the codes of the error."""
+        if not is_lenient:
+            yield f"{place}no_such_field", value | {"no_such_field": 1}, {"invalid_body"}
+        for name, part in schema.get("properties", {}).items():
+            for wrong, codes in self.wrong(part):
+                yield f"{place}{name}", value | {name: wrong}, codes
+            inner = self.resolved(part)
+            if inner.get("type") == "object" and isinstance(value.get(name, {}), dict):
+                for where, changed, codes in self.changed(
+                    inner, value.get(name, {}), is_lenient, f"{place}{name}."
+                ):
+                    yield where, value | {name: changed}, codes
+
+
+def test_every_wrong_field_is_named(every_task: Server) -> None:
+    document, problems, asked = Document(every_task), [], 0
+    names = {"model": "cloze-bert.embed", "version": "1"}
+    with httpx.Client(base_url=every_task.url, timeout=30) as client:
+        for path, schema, example in document.bodies():
+            for place, body, codes in document.changed(schema, example, path in LENIENT):
+                answer = client.post(path.format(**names), json=body)
+                code = answer.headers.get("x-error-code")
+                asked += 1
+                status = 400 if path.startswith(("/v1", "/v2", "/embeddings")) else 422
+                expected = {400} if code == "empty_input" else {status}
+                if (
+                    code not in codes
+                    or answer.status_code not in expected
+                    or place.rsplit(".", 1)[-1] not in answer.text
+                ):
+                    problems.append(
+                        (path, place, str(body)[:200], answer.status_code, code, answer.text[:150])
+                    )
+    for p in problems:
+        print(p)
+    assert not problems
+    assert asked > 500

@@ -137,19 +137,6 @@ def mistakes(browser: Browser, address: str) -> dict[str, Any]:
     return seen | {"images": page.locator("img").count(), "messages": watched.messages}
 
 
-def live(browser: Browser, address: str) -> dict[str, Any]:
-    """The plots, after a request of another page."""
-    watched = Watched(browser)
-    page = watched.open(address, "live")
-    other = watched.context.new_page()
-    other.goto(f"{address}/#embed")
-    other.wait_for_selector("h3")
-    expect(page.locator("polyline")).to_have_count(5)
-    captions = page.locator("figcaption").all_inner_texts()
-    legends = page.locator(".legend").all_inner_texts()
-    return {"captions": captions, "legends": legends, "messages": watched.messages}
-
-
 def pictures(browser: Browser, address: str) -> dict[str, Any]:
     """Two panels as PNG files in base64, for scripts/draw-page; the first answers only warm up."""
     page = Watched(browser, viewport={"width": 900, "height": 560}).page
@@ -183,8 +170,7 @@ def docs(browser: Browser, address: str) -> dict[str, Any]:
 
 
 SCENARIOS: dict[str, Callable[[Browser, str], dict[str, Any]]] = {
-    function.__name__: function
-    for function in (panels, answers, labels, mistakes, live, pictures, docs)
+    function.__name__: function for function in (panels, answers, labels, mistakes, pictures, docs)
 }
 
 if __name__ == "__main__":

@@ -30,11 +30,8 @@ from cloze.model_store.peft import AdapterError
 from cloze.service.core import Device
 from cloze.service.engine.onnx_engine import OnnxEngine, SessionOptions
 from cloze.service.errors import StartupError
-from cloze.service.models import served_models
 from cloze.service.models.adapters import AdapterBundle, open_adapters
-from cloze.service.models.served_models import check_memory
 from cloze.service.service import MOST_ADAPTER_SERIES
-from cloze.service.settings import Settings
 from tests.support.adapter_folders import LABELS, Recipe, classifier, write
 from tests.support.adapter_folders import embedding as torch_embedding
 from tests.support.adapter_folders import logits as torch_logits
@@ -448,20 +445,6 @@ def test_an_adapter_is_replaced_by_one_of_another_rank_under_load(
     kinds = {json.dumps(answer) for answer in answers}
     assert json.dumps(old) in kinds
     assert len(kinds) <= 4, "an answer mixed two adapters"
-
-
-def test_adapters_count_in_the_memory_of_the_start(
-    base: Bundle, served: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    adapters = open_adapters([served / name for name in LARGE], [base], 64).bundles
-    assert sum(adapter.size for adapter in adapters) > 3 * 2**20
-    weights = sum(f.stat().st_size for f in base.path.glob("weights.bin"))
-    limit = 70_000_000 + weights + 1_000_000
-    monkeypatch.setattr(served_models, "memory_limit", lambda: limit)
-    settings = Settings(device=Device.CPU, precision=Precision.FP32, adapter=(str(served),))
-    check_memory([base], settings)
-    with pytest.raises(StartupError, match=r"the adapters of base@1 4 MB.*CLOZE_ADAPTER_MEMORY_MB"):
-        check_memory([base, *adapters], settings)
 
 
 def test_what_is_served_is_read_again_only_if_its_files_changed(

@@ -8,11 +8,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer, BertForMaskedLM, DistilBertForMaskedLM
 
-from cloze.client import Client
 from tests.support.serving import Server
 
 WORDS = ["paris", "unhealthy", "walking", "houses", "red"]
-TWO_MASKS = "the [MASK] of the [MASK] was red"
 THREE_MASKS = "a [MASK] [MASK] and a [MASK]"
 
 
@@ -102,36 +100,3 @@ def test_the_joint_probability_is_that_of_the_chain_rule(
         assert "[MASK]" not in filling["sequence"]
     scores = [filling["score"] for filling in fillings]
     assert scores == sorted(scores, reverse=True)
-
-
-def test_our_client_fills_with_words_and_jointly(server: Server) -> None:
-    texts = ["the [MASK]", TWO_MASKS]
-    with Client(server.url, batch_size=1) as client:
-        words = client.fill_mask_words(texts, WORDS, top_k=2)
-        fillings = client.fill_mask_jointly(texts, decode="left-to-right", top_k=2)
-    options = {"targets": WORDS, "targets_as": "words", "top_k": 2}
-    assert [[len(mask) for mask in text] for text in words] == [[2], [2, 2]]
-    expected = answer(server, TWO_MASKS, **options)
-    assert words[1][1][0].token_str == expected[1][0]["token_str"]
-    best = answer(server, TWO_MASKS, decode="left-to-right", top_k=2)
-    assert [one.tokens for one in fillings[1]] == [one["tokens"] for one in best]
-
-
-# ---- the original word --------------------------------------------------------------------------
-
-
-def test_the_original_word_has_a_probability_and_a_rank(
-    server: Server, oracle: tuple[str, Oracle]
-) -> None:
-    family, torch_model = oracle
-    texts = ["the [MASK] was red", "a [MASK] over the sea"]
-    results = answer(server, texts, family, original=["king", "moon"], top_k=3)
-    for text, word, result in zip(texts, ["king", "moon"], results, strict=True):
-        assert result["predictions"] == answer(server, text, family, top_k=3)
-        ids = torch_model.ids(text)
-        likely = torch_model.probabilities(ids, torch_model.masks(ids)[0])
-        [token] = torch_model.ids(word)[1:-1]
-        original = result["original"]
-        assert (original["token"], original["token_str"]) == (token, word)
-        assert original["score"] == pytest.approx(torch_model.word(text, word), rel=1e-3)
-        assert original["rank"] == 1 + int((likely > likely[token]).sum())

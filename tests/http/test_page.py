@@ -116,15 +116,6 @@ def test_mistakes_are_told_and_texts_are_no_markup(browse: Browse, server: Serve
     assert [m for m in seen["messages"] if "422" not in m] == []  # Chromium logs each failed fetch
 
 
-def test_the_live_panel_plots_the_metrics(browse: Browse, server: Server) -> None:
-    seen = browse("live", server.url)
-    titles = ["Requests per second", "Latency in ms", "Texts per batch", "Tokens in the queue"]
-    assert seen["captions"] == titles
-    rate, latency, batch, _ = (legend.split() for legend in seen["legends"])
-    assert (rate[0], latency[::2], batch[0]) == ("requests", ["p50", "p99"], "texts")
-    assert seen["messages"] == []
-
-
 def test_the_docs_try_a_route_out_without_the_network(browse: Browse, server: Server) -> None:
     seen = browse("docs", server.url)
     assert seen["status"].split()[0] == "200"

@@ -70,14 +70,6 @@ def test_pieces_have_the_ids_of_the_whole_after_a_normaliser_that_strips(
     assert ids_in_pieces(text, size) == [*whole(text, DEBERTA).ids]
 
 
-@pytest.mark.parametrize("mark", ["\u0301", "\u094d", "\u0e33", "\uff9e"])
-def test_a_mark_that_becomes_a_space_is_not_parted_from_the_next_one(mark: str) -> None:
-    """SentencePiece's normaliser makes one space of a special space and the mark after it."""
-    for space in ("\u00a0", "\u3000"):
-        text = f"a{space}{mark} river"
-        assert ids_in_pieces(text, 2) == [*whole(text, DEBERTA).ids], ascii(text)
-
-
 @pytest.mark.parametrize("kind", BACKENDS)
 @settings(max_examples=300, deadline=None)
 @given(text=TEXTS, size=st.integers(1, 30))

@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import AutoTokenizer, BertForMaskedLM, DistilBertForMaskedLM
 
-from cloze.client import Client
 from tests.support.serving import Server
 
 TEXTS = [
@@ -53,12 +52,3 @@ def test_scores_are_those_of_a_direct_computation(
         values = [token["log_probability"] for token in score["tokens"]]
         assert values == pytest.approx([value for _, value in expected], abs=1e-4)
         assert score["score"] == pytest.approx(sum(value for _, value in expected), abs=1e-3)
-
-
-def test_our_client_returns_scores(server: Server) -> None:
-    with Client(server.url, batch_size=2) as client:
-        scores = client.score(TEXTS)
-    assert [score.score for score in scores] == [
-        pytest.approx(item["score"], abs=1e-3) for item in ask(server, TEXTS).json()
-    ]
-    assert (scores[1].tokens[0].token, scores[1].tokens[0].end) == ("red", 3)

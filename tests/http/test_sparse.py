@@ -83,14 +83,6 @@ def test_the_heaviest_words_can_be_named(server: Server, oracles: dict[str, Path
     assert [row["token"] for row in rows] == [token for token, _ in expected]
 
 
-def test_it_is_exported_only_when_asked_for(oracles: dict[str, Path], tmp_path: Path) -> None:
-    checkpoint = load_checkpoint(str(oracles["bert"]))
-    assert "sparse" in [head.task for head in checkpoint.heads]
-    assert "sparse" not in [head.task for head in checkpoint.default_heads]
-    plain = export(str(oracles["bert"].parent / "bert-plain"), "p", Store(tmp_path))
-    assert "sparse" not in plain.manifest.tasks
-
-
 @pytest.mark.parametrize(
     ("name", "value"), [("pooling_strategy", "sum"), ("activation_function", "log1p_relu")]
 )

@@ -63,65 +63,6 @@ def panels(browser: Browser, address: str) -> dict[str, Any]:
     return seen | {"messages": messages, "addresses": sorted(addresses)}
 
 
-def answers(browser: Browser, address: str) -> dict[str, Any]:
-    """The answers of the panels as elements, and the code that repeats a request."""
-    watched = Watched(browser, permissions=["clipboard-read", "clipboard-write"])
-    seen: dict[str, Any] = {}
-    page = watched.open(address, "fill-mask")
-    seen["bars"] = page.locator(".bars .name").all_inner_texts()
-    page.get_by_role("button", name="Copy curl").click()
-    page.wait_for_selector("text=Copied")
-    seen["curl"] = page.evaluate("navigator.clipboard.readText()")
-    page.get_by_label("Model").select_option(index=1)
-    page.get_by_label("Predictions").fill("2")
-    page.get_by_role("button", name="Ask").click()
-    expect(page.locator(".bars li")).to_have_count(2)
-    seen["curl of another model"], seen["python"] = page.locator("pre").all_inner_texts()
-    page.get_by_label("Text with").fill("a [MASK] and a [MASK]")
-    page.keyboard.press("Control+Enter")
-    page.wait_for_selector("text=Mask 2")
-    page = watched.open(address, "embed")
-    seen["cosines"] = page.locator("td.heat").all_inner_texts()
-    page.get_by_label("Texts to compare").fill("a\n" + "year " * 300)
-    page.get_by_role("button", name="Ask").click()
-    page.get_by_text("Warning: 1 text was cut to the model's limit").wait_for()
-    page = watched.open(address, "qa")
-    seen["marked"] = [page.inner_text("mark")]
-    seen["answers"] = page.locator("p button").all_inner_texts()
-    page.locator("p button").nth(1).click()
-    seen["marked"].append(page.inner_text("mark"))
-    page.get_by_label("Text with").fill("\U0001f600 \U0001f600 Smith wrote the letter.")
-    page.get_by_label("Question").press("Enter")
-    expect(page.locator("p.text")).to_contain_text("\U0001f600")
-    seen["emoji"] = [page.inner_text("mark"), page.locator("p button").first.inner_text()]
-    page = watched.open(address, "score")
-    seen["tokens"] = page.locator(".alarm").all_inner_texts()
-    return seen | {"messages": watched.messages}
-
-
-def labels(browser: Browser, address: str) -> dict[str, Any]:
-    """The entities of a text, its labels, and those of another label set."""
-    watched = Watched(browser)
-    page = watched.open(address, "token-classification")
-    seen = {"entities": page.locator("mark").all_inner_texts()}
-    page = watched.open(address, "text-classification")
-    names = page.locator(".bars .name")
-    seen["classes"] = names.all_inner_texts()
-    page.get_by_label("Label set").fill("intents")
-    page.get_by_label("Labels", exact=True).fill("2")
-    page.get_by_label("Text", exact=True).fill("Book a table for two at eight.")
-    page.get_by_role("button", name="Ask").click()
-    expect(names).to_have_count(2)
-    seen["intents"], seen["code"] = names.all_inner_texts(), page.locator("pre").all_inner_texts()
-    page = watched.open(address, "zero-shot-classification")
-    page.get_by_label("Labels, one per line").fill("weather\npolitics")
-    page.get_by_role("button", name="Ask").click()
-    names = page.locator(".bars .name")
-    expect(names).to_have_count(2)
-    seen["own labels"] = names.all_inner_texts()
-    return seen | {"messages": watched.messages}
-
-
 def mistakes(browser: Browser, address: str) -> dict[str, Any]:
     """What the page says of a text without a mask, and of markup in a text."""
     watched = Watched(browser)
@@ -150,27 +91,8 @@ def pictures(browser: Browser, address: str) -> dict[str, Any]:
     return seen
 
 
-def docs(browser: Browser, address: str) -> dict[str, Any]:
-    """What "Try it out" of /docs shows for the first example of /fill-mask."""
-    watched = Watched(browser)
-    page = watched.page
-    page.goto(f"{address}/docs")
-    operation = page.locator(".opblock").filter(has=page.locator("[data-path='/fill-mask']"))
-    operation.locator(".opblock-summary-control").click()
-    operation.get_by_role("button", name="Try it out").click()
-    operation.get_by_role("button", name="Execute").click()
-    response = operation.locator(".live-responses-table")
-    response.wait_for()
-    return {
-        "status": response.locator(".response-col_status").nth(1).inner_text(),
-        "body": response.locator(".response-col_description .microlight").first.inner_text(),
-        "messages": watched.messages,
-        "addresses": sorted(watched.addresses),
-    }
-
-
 SCENARIOS: dict[str, Callable[[Browser, str], dict[str, Any]]] = {
-    function.__name__: function for function in (panels, answers, labels, mistakes, pictures, docs)
+    function.__name__: function for function in (panels, mistakes, pictures)
 }
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from cloze.model_store import Bundle, Store
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import embedding, sequence_classification, token_classification
 from cloze.model_store.heads.head import HeadRequest
-from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.model_store.manifest import Precision
 from cloze.model_store.peft import AdapterError
 from cloze.service.core import Device
@@ -139,24 +138,6 @@ def test_each_adapter_has_its_results_alone_and_beside_any_other(
     assert not np.allclose(wanted[4], wanted[5], atol=1e-3)  # the adapter changes something
 
 
-def test_int8_keeps_the_integers_of_the_base(
-    base: Bundle, folders: dict[str, Path], base_model: BertForPreTraining
-) -> None:
-    engine, adapters = opened(base, folders, Precision.INT8)
-    encodings = [asking(1, "embed", key) for key in ("", adapters["vectors"].key)]
-    neighbours = [asking(seed, "class", adapters["stars"].key) for seed in (2, 3)]
-    without, single = (array(engine.run([encoding])[0]) for encoding in encodings)
-    beside = [array(output) for output in engine.run([*encodings, *neighbours])[:2]]
-    np.testing.assert_allclose(beside, [without, single], rtol=0, atol=2e-6)
-    plain = OnnxEngine(base, Device.CPU, Precision.INT8).run([asking(1, "embed")])[0]
-    np.testing.assert_allclose(without, array(plain), rtol=0, atol=2e-6)
-    before, after = (
-        torch_embedding(folder, base_model, encodings[0].input_ids)
-        for folder in (None, folders["vectors"])
-    )
-    assert np.corrcoef(single - without, after - before)[0, 1] > 0.95
-
-
 Change = Callable[[dict[str, Any], dict[str, np.ndarray]], None]
 
 
@@ -214,27 +195,6 @@ def test_a_bad_adapter_is_refused_by_name(
         open_adapters([folder], [base], 64)
     assert message in str(raised.value)
     assert str(folder) in str(raised.value)
-
-
-def test_the_settings_of_a_head_are_read_as_an_export_reads_them(
-    base: Bundle, base_model: BertForPreTraining, tmp_path: Path
-) -> None:
-    """The only label of a classifier has a sigmoid; a reranker may declare raw scores."""
-    recipe = Recipe(7, task="SEQ_CLS", head={"classifier": (1, 64)}, targets=())
-    folder = write(tmp_path / "reranker", recipe, base_model)
-    settings = {
-        "id2label": {"0": "relevant"},
-        "problem_type": "single_label_classification",
-        "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"},
-    }
-    (folder / "config.json").write_text(json.dumps(settings))
-    (adapter,) = open_adapters([folder], [base], 64).bundles
-    assert adapter.manifest.heads[sequence_classification.HEAD.name] == SequenceLabels(
-        labels=("relevant",), problem_type="multi_label_classification", raw_scores=True
-    )
-    (folder / "config.json").write_text(json.dumps(settings | {"problem_type": "x"}))
-    with pytest.raises(StartupError, match=r"config\.json"):
-        open_adapters([folder], [base], 64)
 
 
 def test_files_that_are_no_adapters_are_refused(

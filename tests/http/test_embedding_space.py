@@ -3,7 +3,7 @@
 import base64
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling
 from sentence_transformers.util.quantization import quantize_embeddings
@@ -66,44 +65,6 @@ def space(described: Manifest, precision: str = "fp32", **changes: Any) -> str |
 
 
 # ---- what changes the name -----------------------------------------------------------------------
-
-
-def _edit(file: str, change: Callable[[Any], None]) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
-        values = json.loads((folder / file).read_text())
-        change(values)
-        (folder / file).write_text(json.dumps(values))
-
-    return edit
-
-
-def _add_to(file: str) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
-        tensors = load_file(folder / file)
-        tensors[min(tensors)] += 0.01
-        save_file(tensors, folder / file, {"format": "pt"})
-
-    return edit
-
-
-CHANGES = {
-    "weights": _add_to("model.safetensors"),
-    "projection": _add_to("2_Dense/model.safetensors"),
-    "activation": _edit("2_Dense/config.json", lambda c: c.update(
-        activation_function="torch.nn.modules.linear.Identity")),
-    "settings": _edit("config.json", lambda c: c.update(layer_norm_eps=1e-5)),
-}  # fmt: skip
-"""What only a checkpoint has; `unit/model_store/test_embedding_space` changes manifests."""
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_moves_vectors_changes_the_name(
-    checkpoint: Path, store: Path, tmp_path: Path, change: str
-) -> None:
-    changed = shutil.copytree(checkpoint, tmp_path / "changed")
-    CHANGES[change](changed)
-    other = exported(changed, tmp_path / "store")
-    assert space(other) != space(Store(store).manifest("roles"))
 
 
 def test_a_name_and_another_export_leave_the_space(

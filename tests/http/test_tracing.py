@@ -122,18 +122,6 @@ def test_the_trace_decides_and_else_the_share(tiny_store: Path) -> None:
     assert all(len(batch.links) == 1 for batch in collector.named("batch"))
 
 
-def test_without_a_collector_the_server_answers_and_says_so_once(tiny_store: Path) -> None:
-    settings = {"CLOZE_TRACES_ENDPOINT": "http://127.0.0.1:9", "OTEL_BSP_SCHEDULE_DELAY": "50"}
-    with running_server(tiny_store, "--model", "bert", **settings) as server:
-        for _ in range(3):
-            embed(server)
-        lost = "spans are lost: the collector at http://127.0.0.1:9 does not take them"
-        wait_until(lambda: any(lost in line for line in server.log))
-        embed(server)
-    assert sum(lost in line for line in server.log) == 1
-    assert not any("Traceback" in line or "opentelemetry" in line for line in server.log)
-
-
 @pytest.mark.parametrize("endpoint", ["localhost:4318", "grpc://a:4317", "http://"])
 def test_a_wrong_address_ends_the_start(endpoint: str) -> None:
     with pytest.raises(StartupError, match="it must be like http://HOST:4318"):

@@ -5,11 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 import torch
 from transformers import (
-    AutoModel,
     AutoTokenizer,
     BertForMaskedLM,
     BertForNextSentencePrediction,
@@ -75,28 +73,6 @@ def test_fill_mask(
     assert_close(
         post(server, "/fill-mask", inputs=text, parameters=parameters, model=name), expected
     )
-
-
-@pytest.mark.parametrize("kind", ["bert", "distilbert"])
-def test_embed(server: Server, checkpoints: dict[str, Path], kind: str) -> None:
-    tokenizer, model = tokenizer_of(checkpoints[kind]), AutoModel.from_pretrained(checkpoints[kind])
-    texts = ["a", "the king of the city", "Paris! " * 30]
-    expected = []
-    with torch.no_grad():
-        for text in texts:
-            hidden = model(
-                **tokenizer(text, return_tensors="pt", return_token_type_ids=kind == "bert")
-            ).last_hidden_state
-            expected.append(hidden[0].mean(0).numpy())
-    raw = np.array(post(server, "/embed", inputs=texts, normalize=False, model=kind))
-    np.testing.assert_allclose(raw, expected, atol=1e-4)
-    scaled = np.array(post(server, "/embed", inputs=texts, model=kind))
-    np.testing.assert_allclose(scaled, raw / np.linalg.norm(raw, axis=1, keepdims=True), atol=1e-5)
-    short = np.array(post(server, "/embed", inputs=texts, model=kind, dimensions=10))
-    np.testing.assert_allclose(
-        short, raw[:, :10] / np.linalg.norm(raw[:, :10], axis=1, keepdims=True), atol=1e-5
-    )
-    assert np.array(post(server, "/embed", inputs=texts[0], model=kind)).shape == (1, 64)
 
 
 def test_nsp(server: Server, checkpoints: dict[str, Path]) -> None:

@@ -1,6 +1,5 @@
 """What every route has in common, and the released client of Hugging Face."""
 
-import gzip
 import json
 import re
 import socket
@@ -31,14 +30,6 @@ def test_probes_are_answered_while_a_huge_text_is_tokenized(server: Server) -> N
             assert probes.get("/healthz").status_code == 200
         assert not huge.done()
         assert huge.result().headers["x-truncated"] == "8"
-
-
-def test_bodies_may_be_compressed(server: Server) -> None:
-    body = b'{"inputs": "the king"}'
-    headers = {"content-encoding": "GZip"}
-    two_members = gzip.compress(body[:9]) + gzip.compress(body[9:])
-    answer = httpx.post(f"{server.url}/embed", content=two_members, headers=headers)
-    assert answer.json() == call(server, "/embed", content=body).json()
 
 
 def test_an_announced_length_is_refused_before_the_body_comes(server: Server) -> None:

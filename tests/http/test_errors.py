@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from cloze.service import errors
-from cloze.service.http.errors import describe_error
 from cloze.service.protocols import PROTOCOLS, WireProtocol, error_response
 from tests.support.records import recorded, scope_of
 
@@ -51,11 +49,6 @@ def error_of(kind: type[Exception]) -> Exception:
     return kind("why", 3) if issubclass(kind, errors.Overloaded) else kind("why")
 
 
-def request() -> Request:
-    scope = {"type": "http", "method": "POST", "path": "/embed", "headers": [], "query_string": b""}
-    return Request(scope | {"server": ("localhost", 80), "scheme": "http"})
-
-
 def test_the_table_has_every_error() -> None:
     ours = {
         kind
@@ -86,12 +79,6 @@ def test_an_error_has_its_status_and_its_type(
     assert response.headers["x-error-code"] == code
     answer = response.status_code, json.loads(response.body)
     assert answer == expected.get(protocol.prefixes[0], usual)
-
-
-@pytest.mark.parametrize("status", [404, 405])
-def test_an_error_of_the_router_is_the_client_s(status: int) -> None:
-    info = describe_error(request(), HTTPException(status))
-    assert (info.status, info.kind) == (status, "Validation")
 
 
 def test_every_code_is_documented_with_its_status_and_type() -> None:

@@ -5,7 +5,6 @@ from typing import Any
 import httpx
 import numpy as np
 import orjson
-import pytest
 
 from cloze.service.protocols.tensors import TaskTensors
 from cloze.service.tasks import TASKS
@@ -77,13 +76,3 @@ def test_every_task_answers_as_its_own_route(every_task: Server) -> None:
                 assert_close(orjson.loads(result), expected)
         described = httpx.get(f"{server.url}/v2/models/{name}").json()
         assert set(found) <= {output["name"] for output in described["outputs"]}
-
-
-def test_spans_of_a_text_are_rows_of_one_input(every_task: Server) -> None:
-    text = "the old king saw a moon over the sea."
-    parameters = {"spans": [[0, 12], [13, 23]], "normalize": False}
-    answer = infer(every_task, "cloze-bert.embed", tensor("text", text), parameters=parameters)
-    found = outputs(answer)
-    own = httpx.post(f"{every_task.url}/embed", json={"inputs": text, **parameters}).json()
-    assert found["count"] == [2]
-    assert np.reshape(found["embedding"], (2, -1)) == pytest.approx(np.array(own), abs=1e-6)

@@ -1,7 +1,6 @@
 """The OpenAPI document is true: every example runs, and every answer has its documented shape."""
 
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +9,12 @@ import jsonschema
 import pytest
 
 from tests.support.released_clients import CLIENTS, environment
-from tests.support.serving import Server, running_server
-
-DEFAULT_STORE = Path(__file__).parents[2] / "model_store" / "bundles"
+from tests.support.serving import Server
 
 
 @pytest.fixture(scope="module")
-def default_server() -> Iterator[Server]:
-    with running_server(DEFAULT_STORE) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def document(default_server: Server) -> dict[str, Any]:
-    answer: dict[str, Any] = httpx.get(f"{default_server.url}/openapi.json").json()
+def document(every_task: Server) -> dict[str, Any]:
+    answer: dict[str, Any] = httpx.get(f"{every_task.url}/openapi.json").json()
     return answer
 
 
@@ -44,8 +35,7 @@ def check(document: dict[str, Any], path: str, method: str, response: httpx.Resp
 WITHOUT_BODY = {"/admin/reload"}
 
 
-def test_examples_of_every_route_run(default_server: Server, document: dict[str, Any]) -> None:
-    """Those of tasks that no default model serves are refused as such."""
+def test_examples_of_every_route_run(every_task: Server, document: dict[str, Any]) -> None:
     bodies = {
         (path, title): example["value"]
         for path, operations in document["paths"].items()
@@ -59,17 +49,14 @@ def test_examples_of_every_route_run(default_server: Server, document: dict[str,
     }
     names = {"model": "cloze-bert.embed", "version": "1"}
     for (path, _), body in bodies.items():
-        response = httpx.post(default_server.url + path.format(**names), json=body)
+        response = httpx.post(every_task.url + path.format(**names), json=body)
         check(document, path, "post", response)
-        unserved = response.headers.get("x-error-code") == "task_not_supported"
-        assert response.status_code == (424 if unserved else 200), response.text
+        assert response.status_code == 200, response.text
 
 
-def test_routes_of_operators_are_documented(
-    default_server: Server, document: dict[str, Any]
-) -> None:
+def test_routes_of_operators_are_documented(every_task: Server, document: dict[str, Any]) -> None:
     for path in ("/healthz", "/readyz", "/health", "/info", "/metrics", "/v1/models"):
-        check(document, path, "get", httpx.get(default_server.url + path))
+        check(document, path, "get", httpx.get(every_task.url + path))
 
 
 @pytest.mark.slow

@@ -100,14 +100,6 @@ def test_long_texts_are_divided_and_give_the_same(text: str) -> None:
     assert longest <= (40_000 if text.startswith("x") else 16_384)
 
 
-def test_groups_are_bounded() -> None:
-    places = places_of(BACKENDS["bert"])
-    texts = ["river " * 100] * 1000
-    sizes = [sum(len(piece.content) for piece in group) for group in groups(texts, places)]
-    assert sum(sizes) == 600_000
-    assert max(sizes) <= pieces._GROUP_CHARACTERS
-
-
 EXPANDING = unigram()
 EXPANDING.normalizer = normalizers.NFKC()
 EIGHTEEN = "\ufdfa"

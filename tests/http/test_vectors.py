@@ -1,6 +1,5 @@
 """Vectors as bytes: types of numbers, NumPy's format, a vector per token."""
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +31,6 @@ def test_signs_are_those_of_sentence_transformers(server: Server, vectors: np.nd
     found = np.frombuffer(answer.content, np.uint8).reshape(3, 8)
     np.testing.assert_array_equal(found, quantize_embeddings(vectors, precision="ubinary"))
 
-
-@pytest.mark.parametrize("kind", [RAW, NPY])
-def test_vectors_of_tokens_follow_each_other(server: Server, kind: str) -> None:
-    expected = ask(server, "application/json", "/embed_all").json()
-    answer = ask(server, kind, "/embed_all")
-    lengths = list(map(int, answer.headers["x-lengths"].split(",")))
-    assert lengths == [len(rows) for rows in expected]
-    if kind == NPY:
-        found = np.load(io.BytesIO(answer.content), allow_pickle=False)
-    else:
-        found = np.frombuffer(answer.content, "<f4").reshape(sum(lengths), 64)
-    assert answer.headers["x-shape"] == f"{sum(lengths)},64"
-    np.testing.assert_allclose(found, np.concatenate(expected), atol=1e-6)
-
-
-# ---- spans of one text (late chunking) -----------------------------------------------------------
 
 LONG = "the king of Paris was red . a moon over the sea ,  and the old house"
 

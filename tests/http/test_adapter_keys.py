@@ -1,7 +1,5 @@
 """API keys that are limited to adapters: what exists for them, in every protocol."""
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from transformers import BertForPreTraining
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from tests.support.adapter_folders import Recipe, classifier, write
+from tests.support.command import cloze
 from tests.support.refusals import error_of
 from tests.support.serving import running_server
 
@@ -26,18 +25,13 @@ TEXT = "the film was good"
 Ask = Callable[..., httpx.Response]
 
 
-def add_key(file: Path, name: str, *models: str) -> subprocess.CompletedProcess[str]:
-    flags = [flag for model in models for flag in ("--model", model)]
-    command = [sys.executable, "-m", "cloze", "keys", "add", name, "--file", str(file), *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
-
-
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    file = tmp_path_factory.mktemp("keys") / "keys.toml"
-    return file, {
-        name: add_key(file, name, *models).stdout.strip() for name, models in KEYS.items()
-    }
+    file, made = tmp_path_factory.mktemp("keys") / "keys.toml", {}
+    for name, models in KEYS.items():
+        flags = [flag for model in models for flag in ("--model", model)]
+        made[name] = cloze("keys", "add", name, "--file", str(file), *flags).stdout.strip()
+    return file, made
 
 
 @pytest.fixture(scope="module")

@@ -293,15 +293,6 @@ def test_results_are_those_of_peft(
     np.testing.assert_allclose(array(engine.run(batch)[0]), wanted.numpy(), rtol=0, atol=1e-5)
 
 
-def test_an_adapter_that_needs_more_than_all_may_have_is_refused(
-    base: Bundle, base_model: BertForPreTraining, tmp_path: Path
-) -> None:
-    recipe = Recipe(1, rank=512, targets=("query", "key", "value"))
-    folder = write(tmp_path / "large", recipe, base_model)
-    with pytest.raises(StartupError, match=r"it needs .* MiB; CLOZE_ADAPTER_MEMORY_MB is 1$"):
-        open_adapters([folder], [base], 1)
-
-
 # ---- adapters that break, change, go or crowd each other while a server answers by them ------------
 
 

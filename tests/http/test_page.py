@@ -13,7 +13,7 @@ from tests.support.serving import Server, running_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-Browse = Callable[[str, str], dict[str, Any]]
+Browse = Callable[[str], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -24,22 +24,19 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def browse(tmp_path_factory: pytest.TempPathFactory) -> Browse:
+def browse(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Browse:
     """Return a function that runs a scenario of tests/clients/page.py."""
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("chromium is not installed (Debian's package chromium)")
     python = environment("page.txt", tmp_path_factory.mktemp("browser") / "environment") / "python"
-
-    def run(scenario: str, address: str) -> dict[str, Any]:
-        return printed([str(python), str(CLIENTS / "page.py"), chromium, scenario, address])
-
-    return run
+    command = [str(python), str(CLIENTS / "page.py"), chromium]
+    return lambda scenario: printed([*command, scenario, server.url])
 
 
 @pytest.fixture(scope="module")
-def panels(browse: Browse, server: Server) -> dict[str, Any]:
-    return browse("panels", server.url)
+def panels(browse: Browse) -> dict[str, Any]:
+    return browse("panels")
 
 
 def test_every_panel_answers(panels: dict[str, Any]) -> None:
@@ -70,8 +67,8 @@ def test_the_page_asks_only_this_server_and_logs_nothing(
     assert "unsafe" not in policy
 
 
-def test_mistakes_are_told_and_texts_are_no_markup(browse: Browse, server: Server) -> None:
-    seen = browse("mistakes", server.url)
+def test_mistakes_are_told_and_texts_are_no_markup(browse: Browse) -> None:
+    seen = browse("mistakes")
     assert seen["alert"].startswith("422: inputs holds no mask token")
     assert seen["images"] == 0
     assert [m for m in seen["messages"] if "422" not in m] == []  # Chromium logs each failed fetch

@@ -1,17 +1,22 @@
-"""Refusals that follow from the models of request bodies: every field of every route, one by one.
+"""Refusals of every route: of each field of its body, one by one, and of a server that drains.
 
 The OpenAPI document has the fields with their types and bounds. For each field, the test changes the
 route's own example so that this field alone is wrong.
 """
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import httpx
+from starlette.testclient import TestClient
 
+from cloze.service.service import single_process
+from cloze.service.settings import load_settings
 from tests.support.serving import Server
 
 Schema = Mapping[str, Any]
+NAMES = {"model": "cloze-bert.embed", "version": "1"}
 
 
 class Document:
@@ -72,12 +77,11 @@ class Document:
 
 def test_every_wrong_field_is_named(every_task: Server) -> None:
     document, problems, asked = Document(every_task), [], 0
-    names = {"model": "cloze-bert.embed", "version": "1"}
     with httpx.Client(base_url=every_task.url, timeout=30) as client:
         for path, schema, example in document.bodies():
             usual = 400 if path.startswith(("/v1", "/v2", "/embeddings")) else 422
             for place, body, codes in document.changed(schema, example):
-                answer, asked = client.post(path.format(**names), json=body), asked + 1
+                answer, asked = client.post(path.format(**NAMES), json=body), asked + 1
                 code = answer.headers.get("x-error-code")
                 status = 400 if code == "empty_input" else usual
                 is_named = place.rpartition(".")[2] in answer.text
@@ -85,3 +89,25 @@ def test_every_wrong_field_is_named(every_task: Server) -> None:
                     problems.append((path, place, str(body)[:200], answer.text[:200]))
     assert not problems
     assert asked > 300
+
+
+def check_shape(path: str, error: Any) -> None:
+    """Check that an error has the shape of the protocol of a path."""
+    if path == "/v2/embed":
+        assert error.keys() == {"message"}, path
+    elif path.startswith("/v2"):
+        assert error.keys() == {"error"}, path
+    elif path.startswith(("/v1", "/embeddings")):
+        assert error["error"].keys() == {"message", "type", "param", "code"}, path
+    else:
+        assert error.keys() == {"error", "error_type", "code"}, path
+
+
+def test_a_drain_refuses_every_route(every_task: Server, every_task_store: Path) -> None:
+    service = single_process(load_settings({"model_store": every_task_store}))
+    with TestClient(service, base_url="http://localhost") as client:
+        service.drain()
+        for path, _, example in Document(every_task).bodies():
+            answer = client.post(path.format(**NAMES), json=example)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1"), path
+            check_shape(path, answer.json())

@@ -15,9 +15,9 @@ from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.service.text import pieces
 from cloze.service.text.pieces import Boundary, divide, find_boundary, groups
 from cloze.service.text.tokenizer import NO_WORD, Spans, Tokenizer
-from tests.export.test_awkward_lines import KINDS
 from tests.support.refusals import refused
 from tests.support.tokenizer_kinds import byte_level, undivided, unigram
+from tests.support.tokenizer_references import KINDS
 
 BUNDLE = Store(DEFAULT_ROOT).open("cloze-bert")
 TOKENIZER = Tokenizer(BUNDLE)

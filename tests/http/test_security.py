@@ -4,8 +4,6 @@ import hashlib
 import http.client
 import re
 import ssl
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -20,17 +18,13 @@ from huggingface_hub import InferenceClient
 from cloze.client import Client
 from cloze.service.http.certificate import Certificate as TlsCertificate
 from tests.support.certificates import Certificate, make_certificate
+from tests.support.command import cloze
 from tests.support.refusals import error_of
-from tests.support.serving import Server, bare_environment, failed_start, running_server
+from tests.support.serving import Server, running_server
 from tests.support.waiting import wait_until
 
 BODY = {"inputs": "walk"}
 OPENAI_BODY = {"input": "walk", "model": "bert"}
-
-
-def cloze(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "cloze", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
 @dataclass(frozen=True)
@@ -153,11 +147,6 @@ def test_a_changed_file_is_read_again(guarded: Guarded) -> None:
     guarded.file.write_text(text)
 
 
-def failed(store: Path, *arguments: str) -> str:
-    options = ("--model-store", str(store), "--model", "bert", *arguments)
-    return failed_start(*options, env=bare_environment()).splitlines()[-1]
-
-
 # ---- hosts, origins, pages -----------------------------------------------------------------------
 
 
@@ -251,11 +240,3 @@ def is_done(end: ssl.SSLObject) -> bool:
     except ssl.SSLWantReadError:
         return False
     return True
-
-
-def test_a_wrong_certificate_stops_the_start(tiny_store: Path, certificate: Certificate) -> None:
-    public = str(certificate.public)
-    line = failed(tiny_store, "--tls-certificate", public)
-    assert "tls_certificate and tls_key belong together" in line
-    line = failed(tiny_store, "--tls-certificate", public, "--tls-key", "nowhere.pem")
-    assert "or its key cannot be used" in line

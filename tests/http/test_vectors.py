@@ -35,11 +35,6 @@ def test_signs_are_those_of_sentence_transformers(server: Server, vectors: np.nd
 LONG = "the king of Paris was red . a moon over the sea ,  and the old house"
 
 
-def embed_spans(server: Server, spans: Any, inputs: Any = LONG, **options: Any) -> httpx.Response:
-    body = {"inputs": inputs, "spans": spans, **options}
-    return httpx.post(f"{server.url}/embed", json=body)
-
-
 @torch.no_grad()
 def hidden(folder: Path, text: str) -> tuple[np.ndarray, list[tuple[int, int]]]:
     """The last hidden state of each token of a text, without special tokens, and its characters."""
@@ -55,7 +50,8 @@ def test_spans_are_pooled_from_one_pass(
     server: Server, checkpoints: dict[str, Path], normalize: bool
 ) -> None:
     spans = [(0, 27), (28, 49), (52, len(LONG)), (5, 6), (0, len(LONG))]
-    answer = embed_spans(server, spans, normalize=normalize)
+    body = {"inputs": LONG, "spans": spans, "normalize": normalize}
+    answer = httpx.post(f"{server.url}/embed", json=body)
     assert answer.status_code == 200, answer.text
     states, places = hidden(checkpoints["bert"], LONG)
     assert answer.headers["x-compute-tokens"] == str(len(states) + 2)

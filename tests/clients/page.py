@@ -13,16 +13,8 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 PANELS = (
-    "fill-mask",
-    "embed",
-    "nsp",
-    "qa",
-    "token-classification",
-    "redact",
-    "text-classification",
-    "zero-shot-classification",
-    "score",
-    "live",
+    *("fill-mask", "embed", "nsp", "qa", "token-classification", "redact", "text-classification"),
+    *("zero-shot-classification", "score", "live"),
 )
 DONE = "main h3, main .error, main pre, main svg"
 
@@ -71,72 +63,6 @@ def panels(browser: Browser, address: str) -> dict[str, Any]:
     return seen | {"messages": messages, "addresses": sorted(addresses)}
 
 
-def answers(browser: Browser, address: str) -> dict[str, Any]:
-    """The answers of the panels as elements, and the code that repeats a request."""
-    watched = Watched(browser, permissions=["clipboard-read", "clipboard-write"])
-    seen: dict[str, Any] = {}
-    page = watched.open(address, "fill-mask")
-    seen["bars"] = page.locator(".bars .name").all_inner_texts()
-    page.get_by_role("button", name="Copy curl").click()
-    page.wait_for_selector("text=Copied")
-    seen["curl"] = page.evaluate("navigator.clipboard.readText()")
-    page.get_by_label("Model").select_option(index=1)
-    page.get_by_label("Predictions").fill("2")
-    page.get_by_role("button", name="Ask").click()
-    expect(page.locator(".bars li")).to_have_count(2)
-    seen["curl of another model"], seen["python"] = page.locator("pre").all_inner_texts()
-    page.get_by_label("Text with").fill("a [MASK] and a [MASK]")
-    page.keyboard.press("Control+Enter")
-    page.wait_for_selector("text=Mask 2")
-    page = watched.open(address, "embed")
-    seen["cosines"] = page.locator("td.heat").all_inner_texts()
-    page.get_by_label("Texts to compare").fill("a\n" + "year " * 300)
-    page.get_by_role("button", name="Ask").click()
-    page.get_by_text("Warning: 1 text was cut to the model's limit").wait_for()
-    page = watched.open(address, "qa")
-    seen["marked"] = [page.inner_text("mark")]
-    seen["answers"] = page.locator("p button").all_inner_texts()
-    page.locator("p button").nth(1).click()
-    seen["marked"].append(page.inner_text("mark"))
-    page.get_by_label("Text with").fill("\U0001f600 \U0001f600 Smith wrote the letter.")
-    page.get_by_label("Question").press("Enter")
-    expect(page.locator("p.text")).to_contain_text("\U0001f600")
-    seen["emoji"] = [page.inner_text("mark"), page.locator("p button").first.inner_text()]
-    page = watched.open(address, "score")
-    seen["tokens"] = page.locator(".alarm").all_inner_texts()
-    return seen | {"messages": watched.messages}
-
-
-def labels(browser: Browser, address: str) -> dict[str, Any]:
-    """The entities of a text, its labels, and those of another label set."""
-    watched = Watched(browser)
-    page = watched.open(address, "token-classification")
-    seen = {"entities": page.locator("mark").all_inner_texts()}
-    page = watched.open(address, "text-classification")
-    names = page.locator(".bars .name")
-    seen["classes"] = names.all_inner_texts()
-    page.get_by_label("Label set").fill("intents")
-    page.get_by_label("Labels", exact=True).fill("2")
-    page.get_by_label("Text", exact=True).fill("Book a table for two at eight.")
-    page.get_by_role("button", name="Ask").click()
-    expect(names).to_have_count(2)
-    seen["intents"], seen["code"] = names.all_inner_texts(), page.locator("pre").all_inner_texts()
-    page = watched.open(address, "zero-shot-classification")
-    page.get_by_label("Labels, one per line").fill("weather\npolitics")
-    page.get_by_role("button", name="Ask").click()
-    names = page.locator(".bars .name")
-    expect(names).to_have_count(2)
-    seen["own labels"] = names.all_inner_texts()
-    return seen | {"messages": watched.messages}
-
-
-def needs(browser: Browser, address: str) -> dict[str, Any]:
-    """What the page says of tasks that no model serves."""
-    watched = Watched(browser)
-    panels = ("token-classification", "text-classification")
-    return {panel: watched.open(address, panel).inner_text("main") for panel in panels}
-
-
 def mistakes(browser: Browser, address: str) -> dict[str, Any]:
     """What the page says of a text without a mask, and of markup in a text."""
     watched = Watched(browser)
@@ -152,66 +78,6 @@ def mistakes(browser: Browser, address: str) -> dict[str, Any]:
     return seen | {"images": page.locator("img").count(), "messages": watched.messages}
 
 
-def overload(browser: Browser, address: str) -> dict[str, Any]:
-    """What the page says when the queue is full."""
-    watched = Watched(browser)
-    page = watched.open(address, "embed")
-    page.wait_for_selector(".error")
-    return {"alert": page.inner_text("[role=alert]")}
-
-
-def live(browser: Browser, address: str) -> dict[str, Any]:
-    """The plots, while another page asks; then an end of the connection."""
-    watched = Watched(browser)
-    page = watched.open(address, "live")
-    other = watched.context.new_page()
-    other.goto(f"{address}/#embed")
-    other.wait_for_selector("h3")
-    deadline = 15
-    latest = page.locator(".legend")
-    while any(latest.nth(i).inner_text().endswith(("s", " 0.0")) for i in (0, 2)) and deadline:
-        other.get_by_role("button", name="Ask").click()
-        page.wait_for_timeout(1000)
-        deadline -= 1
-    seen = {
-        "captions": page.locator("figcaption").all_inner_texts(),
-        "legends": latest.all_inner_texts(),
-        "axes": page.locator(".axis.values").all_inner_texts(),
-        "messages": watched.messages[:],
-    }
-    seen["curves"] = page.locator("polyline").count()
-    watched.context.set_offline(True)
-    other.get_by_role("button", name="Ask").click()
-    other.wait_for_selector(".error")
-    page.wait_for_selector("text=The server does not answer.")
-    return seen | {"offline": other.inner_text("[role=alert]")}
-
-
-def layout(browser: Browser, address: str) -> dict[str, Any]:
-    """The places of what stood askew before, in pixels, for the width of a window."""
-    seen = {}
-    for width in (390, 768, 1280):
-        watched = Watched(browser, viewport={"width": width, "height": 800})
-        page = watched.open(address, "fill-mask")
-        boxes = {
-            "title and links": ["h1", ".links"],
-            "fields": [".row input", ".row select", ".row button"],
-            "shares": [".bars .number"],
-            "line": [".bars .name"],
-        }
-        sizes = {
-            name: [box for one in selectors for box in _boxes(page, one)]
-            for name, selectors in boxes.items()
-        }
-        page = watched.open(address, "live")
-        seen[width] = sizes | {"figures": _boxes(page, "figure"), "plots": _boxes(page, "main svg")}
-    return seen
-
-
-def _boxes(page: Page, selector: str) -> list[dict[str, float]]:
-    return page.locator(selector).evaluate_all("all => all.map(one => one.getBoundingClientRect())")
-
-
 def pictures(browser: Browser, address: str) -> dict[str, Any]:
     """Two panels as PNG files in base64, for scripts/draw-page; the first answers only warm up."""
     page = Watched(browser, viewport={"width": 900, "height": 560}).page
@@ -225,39 +91,8 @@ def pictures(browser: Browser, address: str) -> dict[str, Any]:
     return seen
 
 
-def docs(browser: Browser, address: str) -> dict[str, Any]:
-    """What "Try it out" of /docs shows for the first example of /fill-mask."""
-    watched = Watched(browser)
-    page = watched.page
-    page.goto(f"{address}/docs")
-    operation = page.locator(".opblock").filter(has=page.locator("[data-path='/fill-mask']"))
-    operation.locator(".opblock-summary-control").click()
-    operation.get_by_role("button", name="Try it out").click()
-    operation.get_by_role("button", name="Execute").click()
-    response = operation.locator(".live-responses-table")
-    response.wait_for()
-    return {
-        "status": response.locator(".response-col_status").nth(1).inner_text(),
-        "body": response.locator(".response-col_description .microlight").first.inner_text(),
-        "messages": watched.messages,
-        "addresses": sorted(watched.addresses),
-    }
-
-
 SCENARIOS: dict[str, Callable[[Browser, str], dict[str, Any]]] = {
-    function.__name__: function
-    for function in (
-        panels,
-        layout,
-        answers,
-        labels,
-        needs,
-        mistakes,
-        overload,
-        live,
-        pictures,
-        docs,
-    )
+    function.__name__: function for function in (panels, mistakes, pictures)
 }
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from pathlib import Path
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
 
-CORPUS = Path(__file__).parent
 MAX_SECONDS = 1.0
 """Longest time of one input, of this process, so that a busy machine fails no input."""
 
@@ -37,14 +36,10 @@ class Target:
     @property
     def corpus(self) -> Path:
         """Return the folder of the target's inputs."""
-        return CORPUS / self.name
+        return Path(__file__).parent / self.name
 
     def run(self, data: bytes, scratch: Path) -> bool:
-        """Check one input; return whether the code accepts the input.
-
-        Raises:
-            Exception: the target mishandles the input, or takes too long.
-        """
+        """Check one input; return whether the code accepts the input."""
         started = time.process_time()
         is_accepted = self.check(data, scratch)
         seconds = time.process_time() - started
@@ -67,27 +62,20 @@ class Failure:
 
 
 def search(target: Target, scratch: Path, examples: int) -> list[Failure]:
-    """Check generated inputs; return the smallest input of each distinct failure.
-
-    Two failures are the same if one line of code raises one type of exception in both.
-    """
-    failures: dict[tuple[str, str, int | None], Failure] = {}
+    """Check generated inputs; return the smallest input of each line of code that raises."""
+    failures: dict[tuple[str, int | None], Failure] = {}
 
     @settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,  # the corpus is the database
-        derandomize=False,  # each call generates other inputs, in continuous integration as well
-        phases=[Phase.generate, Phase.shrink],
-        suppress_health_check=list(HealthCheck),
-    )
+        max_examples=examples, deadline=None, database=None, derandomize=False,
+        phases=[Phase.generate, Phase.shrink], suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
     @given(target.inputs)
     def check(data: bytes) -> None:
         try:
             target.run(data, scratch)
         except Exception as error:
             line = traceback.extract_tb(error.__traceback__)[-1]
-            key = type(error).__name__, line.filename, line.lineno
+            key = line.filename, line.lineno
             if key not in failures or len(data) <= len(failures[key].data):
                 failures[key] = Failure(data, error)
             raise

@@ -1,21 +1,17 @@
 """API keys that are limited to adapters: what exists for them, in every protocol."""
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from transformers import BertForPreTraining
 
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
-from cloze.service.errors import StartupError
-from cloze.service.http.keys import Keys
 from tests.support.adapter_folders import Recipe, classifier, write
+from tests.support.command import cloze
 from tests.support.refusals import error_of
 from tests.support.serving import running_server
 
@@ -29,18 +25,13 @@ TEXT = "the film was good"
 Ask = Callable[..., httpx.Response]
 
 
-def add_key(file: Path, name: str, *models: str) -> subprocess.CompletedProcess[str]:
-    flags = [flag for model in models for flag in ("--model", model)]
-    command = [sys.executable, "-m", "cloze", "keys", "add", name, "--file", str(file), *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
-
-
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    file = tmp_path_factory.mktemp("keys") / "keys.toml"
-    return file, {
-        name: add_key(file, name, *models).stdout.strip() for name, models in KEYS.items()
-    }
+    file, made = tmp_path_factory.mktemp("keys") / "keys.toml", {}
+    for name, models in KEYS.items():
+        flags = [flag for model in models for flag in ("--model", model)]
+        made[name] = cloze("keys", "add", name, "--file", str(file), *flags).stdout.strip()
+    return file, made
 
 
 @pytest.fixture(scope="module")
@@ -113,31 +104,7 @@ def test_a_key_gets_the_results_of_its_adapters_and_of_no_other(ask: Ask) -> Non
     assert error_of(refused) == (424, "task_not_supported")
 
 
-def test_openai_client_is_told_as_of_an_unknown_model(
-    ask: Ask, keys: tuple[Path, dict[str, str]]
-) -> None:
-    base_url = str(ask("tenant", "/v1/models").url)[: -len("/models")]
-    with openai.OpenAI(base_url=base_url, api_key=keys[1]["tenant"], max_retries=0) as client:
-        assert [model.id for model in client.models.list()] == ["topics@1", "vectors@1"]
-        for name in ("base", "nothing"):
-            with pytest.raises(openai.NotFoundError) as raised:
-                client.embeddings.create(model=name, input=TEXT)
-            assert raised.value.code == "model_not_found"
-
-
 def test_a_key_of_models_that_are_not_served_is_refused(ask: Ask) -> None:
     for path, body in (("/v1/models", None), ("/info", None), ("/embed", {"inputs": TEXT})):
         refused = ask("early", path, body)
         assert error_of(refused) == (403, "forbidden")
-
-
-def test_a_malformed_name_is_refused_by_the_command_and_the_file(tmp_path: Path) -> None:
-    file = tmp_path / "keys.toml"
-    refused = add_key(file, "tenant", "../stars")
-    assert (refused.returncode, file.exists()) == (2, False)
-    assert "'../stars' is not a bundle name" in refused.stderr
-    for models in ('["a@0"]', "[]", '"stars"'):
-        text = f'[k]\nsha256 = "{"0" * 64}"\nscopes = ["inference"]\nmodels = {models}\n'
-        file.write_text(text)
-        with pytest.raises(StartupError, match=r"keys.toml: models(\.0)?: "):
-            Keys(file)

@@ -6,22 +6,12 @@ from typing import Any
 
 import httpx
 import numpy as np
-import onnx
 import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer
 
-from cloze.export.check.verify import GraphUnderTest, pass_gate, verify
-from cloze.export.errors import ExportError
-from cloze.export.graph.session import open_session
-from cloze.export.load.checkpoint import load_checkpoint
-from cloze.export.measure.scorer import GraphScorer
-from cloze.export.model import GraphWriter, TorchScorer
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
-from cloze.model_store.heads import layer_embedding
-from cloze.model_store.manifest import Precision
-from tests.export.test_int8 import gate_texts
 from tests.support.serving import Server, running_server
 from tests.support.tiny import save_checkpoint
 
@@ -87,42 +77,3 @@ def test_vectors_are_those_of_the_layers(
     for text, vector in zip(TEXTS, answer.json(), strict=True):
         rows = LAYERS[layers](states_of(four_layers, text))
         np.testing.assert_allclose(vector, POOLINGS[pooling](rows).numpy(), atol=5e-5)
-
-
-@pytest.mark.parametrize("precision", [Precision.INT8, Precision.FP16])
-def test_graphs_of_lower_precision_pass_the_gate(
-    tmp_path: Path, four_layers: Path, precision: Precision
-) -> None:
-    options = ExportOptions(tasks=("embed", "embed-layers"), precisions=(precision,))
-    bundle = export(str(four_layers), "m", Store(tmp_path), options)
-    assert {lower.graph.precision for lower in bundle.manifest.lower_precisions()} == {precision}
-
-
-def test_only_who_asks_for_the_task_gets_the_head(tmp_path: Path, four_layers: Path) -> None:
-    bundle = export(str(four_layers), "m", Store(tmp_path))
-    assert "embed-layers" not in bundle.manifest.tasks
-
-
-def test_every_layer_is_verified_and_passes_the_gate(four_layers: Path, tmp_path: Path) -> None:
-    """A graph that takes the third layer for the second is neither published nor passed."""
-    checkpoint, heads = load_checkpoint(str(four_layers)), [layer_embedding.HEAD]
-    graph = GraphWriter(checkpoint.model, checkpoint.recipe, heads, tmp_path).write()
-    subject = GraphUnderTest(graph, checkpoint, heads, 64)
-    torch_scorer = TorchScorer(checkpoint.model, torch.device("cpu"))
-    texts = gate_texts(checkpoint, 64)
-
-    def gate() -> dict[str, float]:
-        scorer = GraphScorer(open_session(tmp_path / graph.file, graph.layout), subject.spec)
-        return pass_gate(torch_scorer, scorer, "graph", heads, texts).measured
-
-    verify(tmp_path, subject)
-    assert gate() == {"layer_embedding_cosine_mean": pytest.approx(1.0)}
-
-    model = onnx.load(tmp_path / graph.file, load_external_data=False)
-    (split,) = (node for node in model.graph.node if node.op_type == "Split")
-    split.output[2], split.output[3] = split.output[3], split.output[2]
-    onnx.save(model, tmp_path / graph.file)
-    with pytest.raises(ExportError, match=r"layer_\w+ at .* differs from torch"):
-        verify(tmp_path, subject)
-    with pytest.raises(ExportError, match="layer_embedding_cosine_mean is 0"):
-        gate()

@@ -1,6 +1,5 @@
 """Fill-mask of whole words and of several masks together, against direct computations."""
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +8,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer, BertForMaskedLM, DistilBertForMaskedLM
 
-from cloze.client import Client
 from tests.support.serving import Server
 
 WORDS = ["paris", "unhealthy", "walking", "houses", "red"]
-TWO_MASKS = "the [MASK] of the [MASK] was red"
 THREE_MASKS = "a [MASK] [MASK] and a [MASK]"
 
 
@@ -103,95 +100,3 @@ def test_the_joint_probability_is_that_of_the_chain_rule(
         assert "[MASK]" not in filling["sequence"]
     scores = [filling["score"] for filling in fillings]
     assert scores == sorted(scores, reverse=True)
-
-
-def test_left_to_right_takes_the_likeliest_token_each_time(
-    server: Server, oracle: tuple[str, Oracle]
-) -> None:
-    family, torch_model = oracle
-    ids = torch_model.ids(TWO_MASKS)
-    first, second = torch_model.masks(ids)
-    best = [int(torch_model.probabilities(ids, first).argmax())]
-    ids[first] = best[0]
-    best.append(int(torch_model.probabilities(ids, second).argmax()))
-    filling = answer(server, TWO_MASKS, family, decode="left-to-right", top_k=1)
-    assert [found["tokens"] for found in filling] == [best]
-
-
-def test_a_beam_keeps_the_best_hypotheses_at_each_mask(
-    server: Server, oracle: tuple[str, Oracle]
-) -> None:
-    family, torch_model = oracle
-    ids, width = torch_model.ids(THREE_MASKS), 6
-    hypotheses: list[tuple[float, list[int]]] = [(1.0, [])]
-    masks = torch_model.masks(ids)
-    for mask in masks:
-        extended = []
-        for probability, tokens in hypotheses:
-            filled = list(ids)
-            for position, token in zip(masks, tokens, strict=False):
-                filled[position] = token
-            best = torch_model.probabilities(filled, mask).topk(width)
-            extended += [
-                (probability * float(value), [*tokens, int(token)])
-                for value, token in zip(best.values, best.indices, strict=True)
-            ]
-        hypotheses = sorted(extended, reverse=True)[:width]
-    fillings = answer(server, THREE_MASKS, family, decode="beam", top_k=width)
-    assert [filling["tokens"] for filling in fillings] == [tokens for _, tokens in hypotheses]
-    expected = [probability for probability, _ in hypotheses]
-    assert [filling["score"] for filling in fillings] == pytest.approx(expected, rel=1e-3)
-    greedy = answer(server, THREE_MASKS, family, decode="left-to-right", top_k=width)
-    assert [filling["tokens"] for filling in greedy] != [tokens for _, tokens in hypotheses]
-
-
-def test_independent_fillings_are_the_best_products(
-    server: Server, oracle: tuple[str, Oracle]
-) -> None:
-    family, torch_model = oracle
-    ids = torch_model.ids(TWO_MASKS)
-    tops = [torch_model.probabilities(ids, mask).topk(6) for mask in torch_model.masks(ids)]
-    pairs = [
-        (float(a * b), [int(i), int(j)])
-        for (a, i), (b, j) in product(*(zip(t.values, t.indices, strict=True) for t in tops))
-    ]
-    expected = sorted(pairs, reverse=True)[:6]
-    fillings = answer(server, TWO_MASKS, family, decode="independent", top_k=6)
-    assert [f["score"] for f in fillings] == pytest.approx([s for s, _ in expected], rel=1e-3)
-    assert fillings[0]["tokens"] == expected[0][1]
-
-
-def test_our_client_fills_with_words_and_jointly(server: Server) -> None:
-    texts = ["the [MASK]", TWO_MASKS]
-    with Client(server.url, batch_size=1) as client:
-        words = client.fill_mask_words(texts, WORDS, top_k=2)
-        fillings = client.fill_mask_jointly(texts, decode="left-to-right", top_k=2)
-    options = {"targets": WORDS, "targets_as": "words", "top_k": 2}
-    assert [[len(mask) for mask in text] for text in words] == [[2], [2, 2]]
-    expected = answer(server, TWO_MASKS, **options)
-    assert words[1][1][0].token_str == expected[1][0]["token_str"]
-    best = answer(server, TWO_MASKS, decode="left-to-right", top_k=2)
-    assert [one.tokens for one in fillings[1]] == [one["tokens"] for one in best]
-
-
-# ---- the original word --------------------------------------------------------------------------
-
-
-def test_the_original_word_has_a_probability_and_a_rank(
-    server: Server, oracle: tuple[str, Oracle]
-) -> None:
-    family, torch_model = oracle
-    texts = ["the [MASK] was red", "a [MASK] over the sea"]
-    results = answer(server, texts, family, original=["king", "moon"], top_k=3)
-    for text, word, result in zip(texts, ["king", "moon"], results, strict=True):
-        assert result["predictions"] == answer(server, text, family, top_k=3)
-        ids = torch_model.ids(text)
-        likely = torch_model.probabilities(ids, torch_model.masks(ids)[0])
-        [token] = torch_model.ids(word)[1:-1]
-        original = result["original"]
-        assert (original["token"], original["token_str"]) == (token, word)
-        assert original["score"] == pytest.approx(torch_model.word(text, word), rel=1e-3)
-        assert original["rank"] == 1 + int((likely > likely[token]).sum())
-
-
-# ---- bad input -----------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForMaskedLM, AutoTokenizer
@@ -74,56 +73,6 @@ def test_windows_are_for_routes_that_can_join_them(every_task: Server, route: st
         assert all(one[1] > other[0] for one, other in pairwise(windows))
 
 
-# ---- embeddings ----------------------------------------------------------------------------------
-
-
-def test_an_embedding_is_the_mean_of_its_windows(every_task: Server) -> None:
-    answer = ask(
-        every_task, "/embed", [LONG, SHORT], long_text="window", return_usage=True, normalize=False
-    ).json()
-    windows = [LONG[start:end] for start, end in answer["usage"][0]["windows"]]
-    alone = ask(every_task, "/embed", windows, normalize=False).json()
-    tokens = ask(every_task, "/embed", windows, return_usage=True).json()["usage"]
-    weights = [usage["tokens"] for usage in tokens]
-    assert len(windows) == 2
-    assert weights[0] == LIMIT
-    np.testing.assert_allclose(
-        answer["result"][0], np.average(alone, axis=0, weights=weights), atol=1e-5
-    )
-    assert answer["usage"][1] == {"tokens": 7, "used": 7, "windows": None}
-
-
-# ---- classes and entities ------------------------------------------------------------------------
-
-
-def test_classes_are_the_mean_of_the_windows(every_task: Server) -> None:
-    answer = ask(every_task, "/classify", LONG, long_text="window", return_usage=True).json()
-    windows = [LONG[start:end] for start, end in answer["usage"][0]["windows"]]
-    each = ask(every_task, "/classify", windows).json()
-    for label in answer["result"][0]:
-        scores = [next(o["score"] for o in one if o["label"] == label["label"]) for one in each]
-        assert label["score"] == pytest.approx(np.mean(scores), abs=1e-5)
-
-
-# ---- masks ---------------------------------------------------------------------------------------
-
-
-def test_a_window_has_the_mask_in_its_middle(every_task: Server) -> None:
-    text = "the king was red . " * 60 + "the [MASK] was red . " + "red was the king . " * 60
-    answer = ask(every_task, "/fill-mask", text, long_text="window", return_usage=True)
-    assert answer.headers["x-truncated"] == "1"
-    [usage] = answer.json()["usage"]
-    [(start, end)] = usage["windows"]
-    assert usage["used"] == LIMIT
-    part = text[start:end]
-    assert "[MASK]" in part
-    alone = ask(every_task, "/fill-mask", part).json()
-    assert answer.json()["result"] == alone
-    before, after = part.split("[MASK]")
-    words = len(before.split()), len(after.split())
-    assert abs(words[0] - words[1]) <= 1
-
-
 @torch.no_grad()
 def test_a_long_text_is_scored_token_by_token_in_its_middle(
     every_task: Server, checkpoints: dict[str, Path]
@@ -141,19 +90,3 @@ def test_a_long_text_is_scored_token_by_token_in_its_middle(
         expected = logits.log_softmax(0)[ids[position]].item()
         found = answer["tokens"][position]["log_probability"]
         assert found == pytest.approx(expected, abs=1e-3)
-
-
-# ---- questions -----------------------------------------------------------------------------------
-
-
-def test_an_answer_after_the_first_window_needs_windows(every_task: Server) -> None:
-    parameters = {"return_usage": True, "top_k": 20}
-    cut = ask(every_task, "/qa", QUESTION, long_text="truncate", **parameters).json()
-    windows = ask(every_task, "/qa", QUESTION, **parameters).json()
-    assert windows["usage"][0]["used"] == windows["usage"][0]["tokens"] == 206
-    assert cut["usage"][0]["used"] == LIMIT
-    last = windows["usage"][0]["windows"][0][1]
-    assert max(answer["end"] for answer in cut["result"]) <= last
-
-
-# ---- other protocols -----------------------------------------------------------------------------

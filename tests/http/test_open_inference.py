@@ -5,10 +5,10 @@ from typing import Any
 import httpx
 import numpy as np
 import orjson
-import pytest
 
 from cloze.service.protocols.tensors import TaskTensors
 from cloze.service.tasks import TASKS
+from tests.support.faulty import assert_close
 from tests.support.serving import Server
 
 TEXTS = ["the king", "the old king", "a moon over the sea"]
@@ -73,37 +73,6 @@ def test_every_task_answers_as_its_own_route(every_task: Server) -> None:
             np.testing.assert_allclose(found["embedding"], flat, atol=1e-5, err_msg=name)
         else:
             for result, expected in zip(found["result"], native, strict=True):
-                assert same(orjson.loads(result), expected), (name, result, expected)
+                assert_close(orjson.loads(result), expected)
         described = httpx.get(f"{server.url}/v2/models/{name}").json()
         assert set(found) <= {output["name"] for output in described["outputs"]}
-
-
-def same(found: Any, expected: Any) -> bool:
-    """Whether two values are equal, but for the last digits of their numbers."""
-    if isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(
-            same(found[key], expected[key]) for key in expected
-        )
-    if isinstance(expected, list):
-        return len(found) == len(expected) and all(map(same, found, expected))
-    if isinstance(expected, float):
-        return bool(found == pytest.approx(expected, abs=1e-5))
-    return bool(found == expected)
-
-
-def test_spans_of_a_text_are_rows_of_one_input(every_task: Server) -> None:
-    text = "the old king saw a moon over the sea."
-    parameters = {"spans": [[0, 12], [13, 23]], "normalize": False}
-    answer = infer(every_task, "cloze-bert.embed", tensor("text", text), parameters=parameters)
-    found = outputs(answer)
-    own = httpx.post(f"{every_task.url}/embed", json={"inputs": text, **parameters}).json()
-    assert found["count"] == [2]
-    assert np.reshape(found["embedding"], (2, -1)) == pytest.approx(np.array(own), abs=1e-6)
-
-
-def test_the_metrics_name_the_route_not_the_path(server: Server) -> None:
-    outputs(infer(server, "bert.embed", tensor("text", "a")))
-    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
-    routes = {line.split('route="')[1].split('"')[0] for line in lines if 'route="' in line}
-    assert "/v2/models/{model}/infer" in routes
-    assert not any("bert" in route for route in routes)

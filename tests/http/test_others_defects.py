@@ -5,19 +5,14 @@ or filling in `test_late_interaction`, and vectors of null for numbers that over
 `unit/service/engine/test_engine`.
 """
 
-import re
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from starlette.testclient import TestClient
-from transformers import BertForSequenceClassification, BertModel
+from transformers import BertForSequenceClassification
 
-from cloze.export.load.tokenizer import load_tokenizer
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.service.service import single_process
@@ -25,7 +20,6 @@ from cloze.service.settings import load_settings
 from cloze.service.tasks import TASKS, rerank
 from cloze.service.tasks.texts import TruncationParameters
 from tests.support import late_models, tiny
-from tests.support.refusals import error_of
 
 MODEL_TOKENS, DOCUMENT_TOKENS = 160, 20
 CHINESE = {"green": "山", "moon": "京", "sun": "海"}
@@ -132,12 +126,6 @@ def with_text(value: Any, text: Any) -> Any:
     return text if value in ("TEXT", "TEXTS") else value
 
 
-def without_refusal(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: without_refusal(v) for name, v in value.items() if name != "truncate"}
-    return value
-
-
 def numbers(value: Any) -> list[float]:
     """Return all numbers of an answer, in order."""
     if isinstance(value, dict):
@@ -174,118 +162,3 @@ def test_every_task_that_truncates_is_among_them() -> None:
     cutting = {task.name for task in tasks if issubclass(task.parameters, TruncationParameters)}
     others = {"predict", "openai", "v2", "cohere"}
     assert cutting == {name.split(",")[0] for name in TRUNCATING} - others
-
-
-@pytest.mark.parametrize(
-    ("name", "vector"),
-    [
-        ("openai", lambda answer: answer["data"][0]["embedding"]),
-        ("cohere", lambda answer: answer["embeddings"]["float"][0]),
-    ],
-)
-def test_the_word_of_a_request_overrules_the_end_that_the_tokenizer_cuts(
-    name: str, vector: Callable[[Any], Any], checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
-    folder = shutil.copytree(checkpoints["bert"], tmp_path / "left")
-    (folder / "tokenizer_config.json").write_text('{"truncation_side": "left"}')
-    export(str(folder), "bert", Store(tmp_path / "store"), ExportOptions(tasks=("embed",)))
-    service = single_process(load_settings({"model_store": tmp_path / "store"}))
-    route, body, _ = TRUNCATING[name]
-    text = "walked" + " the" * 400 + " moon"
-    with TestClient(service, base_url="http://localhost") as client:
-        left, right, own = (
-            vector(client.post(route, json=with_text(body, text) | {"truncate": word}).json())
-            for word in ("START", "END", None)
-        )
-        asked = {"inputs": text, "truncation_direction": "right"}
-        [expected] = client.post("/embed", json=asked).json()
-    assert right == pytest.approx(expected, abs=2e-6)
-    assert own == pytest.approx(left, abs=2e-6), "a request that does not say"
-    assert right != pytest.approx(left, abs=1e-4)
-
-
-def test_the_last_tokens_are_those_of_transformers(checkpoints: dict[str, Path]) -> None:
-    """The tail that fits is what transformers' tokenizers keep with ``truncation_side="left"``."""
-    backend = load_tokenizer(checkpoints["bert"]).tokenizer
-    text = f"walked {CHINESE['green'] * 400}{CHINESE['moon']} king"
-    backend.enable_truncation(MODEL_TOKENS, direction="left")
-    kept = backend.encode(text).tokens
-    assert kept[1:-1] == [CHINESE["green"]] * (TWO - 2) + [CHINESE["moon"], "king"]
-
-
-# ---- one text of a list that is too long ---------------------------------------------------------
-
-LONG = "king " * 200
-LISTS: dict[str, tuple[str, dict[str, Any], int, str]] = {
-    "native": ("/embed", {"inputs": "TEXTS", "truncate": False}, 422, "inputs[1]"),
-    "openai": (
-        "/v1/embeddings", {"input": "TEXTS", "model": "bert", "truncate": "NONE"}, 400, "input[1]"),
-    "tei": ("/rerank", {"query": "a", "texts": "TEXTS", "truncate": False}, 422, "texts[1]"),
-    "v2": (
-        "/v2/models/bert.embed/infer",
-        {"inputs": [TENSOR | {"shape": [3], "data": "TEXTS"}], "parameters": {"truncate": False}},
-        400,
-        "text[1]",
-    ),
-    "cohere": (
-        "/v2/embed",
-        {"texts": "TEXTS", "model": "bert", "input_type": "query", "truncate": "NONE"},
-        400,
-        "texts[1]",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", LISTS)
-def test_a_text_that_is_too_long_is_named_and_no_vector_is_null(
-    client: TestClient, name: str
-) -> None:
-    """As the protocols' own servers do, the request is refused; what is left has all its results."""
-    route, body, status, place = LISTS[name]
-    refused = client.post(route, json=with_text(body, ["a", LONG, "walk"]))
-    assert error_of(refused) == (status, "text_too_long")
-    assert f"{place} " in refused.text
-    assert str(MODEL_TOKENS) in re.findall(r"\d+", refused.text)
-    rest = client.post(route, json=with_text(body, ["a", "walk", "red"]))
-    assert rest.status_code == 200
-    assert "null" not in rest.text
-    cut = client.post(route, json=with_text(without_refusal(body), ["a", LONG, "walk"]))
-    assert cut.status_code == 200, cut.text
-    assert "null" not in cut.text
-
-
-# ---- token classification by a sequence label ----------------------------------------------------
-
-
-@pytest.mark.parametrize("route", ["/token-classification", "/redact"])
-def test_a_label_of_a_text_is_never_the_label_of_its_tokens(client: TestClient, route: str) -> None:
-    text = "The king of France."
-    for model in ({}, {"model": "classifier"}):
-        refused = client.post(route, json={"inputs": text} | model)
-        assert error_of(refused) == (424, "task_not_supported")
-    v2 = client.post(f"/v2/models/classifier.{route[1:]}/infer", json={"inputs": [TENSOR]})
-    assert v2.status_code in (400, 404)
-    asked = {"inputs": text, "model": "classifier", "parameters": {"aggregation_strategy": "max"}}
-    assert client.post("/", json=asked).status_code >= 400
-    models = client.get("/info").json()["models"]
-    tasks = {model["name"]: model["tasks"] for model in models}
-    assert "text-classification" in tasks["classifier"]
-    assert not {"token-classification", "redact"} & set(tasks["classifier"])
-
-
-# ---- gelu computed as its approximation ----------------------------------------------------------
-
-
-def test_gelu_is_the_exact_one(client: TestClient, checkpoints: dict[str, Path]) -> None:
-    """The two differ by more than the tolerance, so the test would notice the approximation."""
-    text = "walked the king"
-    ids = torch.tensor([load_tokenizer(checkpoints["bert"]).tokenizer.encode(text).ids])
-    states = {}
-    for name in ("gelu", "gelu_new"):
-        model = BertModel.from_pretrained(checkpoints["bert"], hidden_act=name)
-        with torch.no_grad():
-            states[name] = model.eval()(ids).last_hidden_state[0].numpy()
-    [answer] = client.post("/embed_all", json={"inputs": text, "model": "bert"}).json()
-    error = np.abs(np.array(answer) - states["gelu"]).max()
-    apart = np.abs(np.array(answer) - states["gelu_new"]).max()
-    assert error < 2e-5 < 1e-4 < apart

@@ -1,11 +1,7 @@
 """Long texts are tokenized in pieces, with the tokens of the whole; abandoned work ends."""
 
-import asyncio
-import gc
 import json
-import weakref
 from array import array
-from contextlib import suppress
 from unicodedata import normalize
 
 import pytest
@@ -19,10 +15,9 @@ from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.service.text import pieces
 from cloze.service.text.pieces import Boundary, divide, find_boundary, groups
 from cloze.service.text.tokenizer import NO_WORD, Spans, Tokenizer
-from cloze.service.threads import run_on_thread
-from tests.export.test_awkward_lines import KINDS
 from tests.support.refusals import refused
 from tests.support.tokenizer_kinds import byte_level, undivided, unigram
+from tests.support.tokenizer_references import KINDS
 
 BUNDLE = Store(DEFAULT_ROOT).open("cloze-bert")
 TOKENIZER = Tokenizer(BUNDLE)
@@ -75,14 +70,6 @@ def test_pieces_have_the_ids_of_the_whole_after_a_normaliser_that_strips(
     assert ids_in_pieces(text, size) == [*whole(text, DEBERTA).ids]
 
 
-@pytest.mark.parametrize("mark", ["\u0301", "\u094d", "\u0e33", "\uff9e"])
-def test_a_mark_that_becomes_a_space_is_not_parted_from_the_next_one(mark: str) -> None:
-    """SentencePiece's normaliser makes one space of a special space and the mark after it."""
-    for space in ("\u00a0", "\u3000"):
-        text = f"a{space}{mark} river"
-        assert ids_in_pieces(text, 2) == [*whole(text, DEBERTA).ids], ascii(text)
-
-
 @pytest.mark.parametrize("kind", BACKENDS)
 @settings(max_examples=300, deadline=None)
 @given(text=TEXTS, size=st.integers(1, 30))
@@ -111,14 +98,6 @@ def test_long_texts_are_divided_and_give_the_same(text: str) -> None:
     assert [*map(list, TOKENIZER.ids(texts))] == [[*whole(part).ids] for part in texts]
     longest = max(len(content) for _, content in divide(text, places_of(BACKENDS["bert"])))
     assert longest <= (40_000 if text.startswith("x") else 16_384)
-
-
-def test_groups_are_bounded() -> None:
-    places = places_of(BACKENDS["bert"])
-    texts = ["river " * 100] * 1000
-    sizes = [sum(len(piece.content) for piece in group) for group in groups(texts, places)]
-    assert sum(sizes) == 600_000
-    assert max(sizes) <= pieces._GROUP_CHARACTERS
 
 
 EXPANDING = unigram()
@@ -176,29 +155,3 @@ def test_tokenizers_whose_tokens_may_cross_spaces_are_not_divided() -> None:
     ):
         assert find_boundary(json.loads(whole_text.to_str())) is None
     places_of(undivided(unigram(splits_first=False), split=True))
-
-
-class Body:
-    """What a function on a thread gets."""
-
-
-def test_an_error_on_a_thread_frees_what_the_function_had() -> None:
-    """Without a garbage collection, which may come after many bodies of megabytes."""
-
-    def fail(body: Body) -> None:
-        raise ValueError(type(body).__name__)
-
-    async def run() -> bool:
-        body = Body()
-        kept = weakref.ref(body)
-        with suppress(ValueError):
-            await run_on_thread(fail, body)
-        del body
-        await run_on_thread(len, "the thread's next work")
-        return kept() is None
-
-    gc.disable()
-    try:
-        assert asyncio.run(run())
-    finally:
-        gc.enable()

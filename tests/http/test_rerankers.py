@@ -11,13 +11,14 @@ from sentence_transformers import CrossEncoder
 from starlette.testclient import TestClient
 from tokenizers import Tokenizer
 
-from cloze.export.families import FAMILIES
-from cloze.export.publish import ExportOptions, export
+from cloze.export.publish import export
 from cloze.model_store import Store
 from cloze.service.service import single_process
 from cloze.service.settings import load_settings
 from tests.support.family_checkpoints import TOKENIZERS, save
-from tests.support.tokenizer_kinds import wordpiece
+
+CHECKED = ("bert", "distilbert", "roberta", "modernbert", "deberta-v2", "mobilebert")
+"""Families with other inputs, poolings or heads; `export/test_families` has the logits of all."""
 
 ONE_LABEL: dict[int, str] = {0: "relevance"}
 IDENTITY = "torch.nn.modules.linear.Identity"
@@ -70,7 +71,7 @@ def declare(folder: Path, config: Mapping[str, Any], beside: Mapping[str, Any] |
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("rerankers")
-    made = {family: reranker(family, root / family) for family in FAMILIES}
+    made = {family: reranker(family, root / family) for family in CHECKED}
     for name, said in DECLARED.items():
         made[name] = reranker("bert", root / name)
         declare(made[name], *said)
@@ -87,16 +88,14 @@ def client(
     checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TestClient]:
     store = tmp_path_factory.mktemp("store")
-    embedder = tmp_path_factory.mktemp("embedder")
-    save("bert", "masked_lm", embedder, max_position_embeddings=66)
-    for name, checkpoint in (checkpoints | {"embedder": embedder}).items():
-        export(str(checkpoint), name, Store(store), ExportOptions())
+    for name, checkpoint in checkpoints.items():
+        export(str(checkpoint), name, Store(store))
     settings = load_settings({"model_store": store, "precision": "fp32"})
     with TestClient(single_process(settings), base_url="http://localhost") as client:
         yield client
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *DECLARED, "without-types"])
+@pytest.mark.parametrize("name", [*CHECKED, *DECLARED, "without-types"])
 def test_ten_texts_have_the_order_and_the_scores_of_sentence_transformers(
     client: TestClient, checkpoints: dict[str, Path], name: str
 ) -> None:
@@ -137,32 +136,3 @@ def test_the_length_and_the_case_of_the_tuning_are_kept(tmp_path: Path) -> None:
     pair = "Where is the BANK?", "The bank charges a FEE."
     assert tokens.encode(*pair).ids == oracle.tokenizer(*pair)["input_ids"]
     assert tokens.encode(*pair).ids == tokens.encode(*map(str.lower, pair)).ids
-
-
-@pytest.mark.parametrize("name", ["bert", "raw", "embedder"])
-def test_the_best_window_of_a_long_text_gives_its_score(client: TestClient, name: str) -> None:
-    """Each window alone is a text of the request's, with the score that it has in the whole.
-
-    Every word is one token: a window that begins within a word has other tokens alone.
-    """
-    words = sorted(word for word in wordpiece().get_vocab() if word.isalpha())
-    texts = [" ".join((words * 3)[:200]), " ".join(words[:2])]
-    body = {"model": name, "query": QUERY, "texts": texts, "return_usage": True}
-    answer = client.post("/rerank", json=body | {"long_text": "window"}).json()
-    usage = answer["usage"]
-    assert [len(text["windows"] or [0]) > 3 for text in usage] == [True, False]
-    windows = [texts[0][start:end] for start, end in usage[0]["windows"]]
-    assert usage[0]["windows"][-1][1] == len(texts[0])
-    alone = client.post("/rerank", json=body | {"texts": [*windows, texts[1]]}).json()["result"]
-    scores = {rank["index"]: rank["score"] for rank in alone}
-    ranks = {rank["index"]: rank for rank in answer["result"]}
-    *of_windows, short = [scores[n] for n in range(len(scores))]
-    assert np.ptp(of_windows) > 1e-4, "the best window can be wrong"
-    assert ranks[0]["score"] == pytest.approx(max(of_windows), abs=1e-5)
-    assert ranks[0]["window"] == usage[0]["windows"][int(np.argmax(of_windows))]
-    assert (ranks[1]["score"], ranks[1]["window"]) == (pytest.approx(short, abs=1e-5), None)
-    assert answer["result"] == sorted(answer["result"], key=lambda rank: -rank["score"])
-    lone = client.post("/rerank", json=body | {"texts": texts[:1], "long_text": "window"}).json()
-    # Windows of the same words may change places by their last digits.
-    assert lone["result"][0]["score"] == pytest.approx(ranks[0]["score"], abs=1e-5)
-    assert lone["result"][0]["window"] in usage[0]["windows"]

@@ -12,15 +12,12 @@ from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder.modules import MLMTransformer, SpladePooling
 from tokenizers import Tokenizer
 
-from cloze.client import Client
 from cloze.export.errors import ExportError
 from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.load.tokenizer import load_tokenizer
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
-from cloze.model_store.manifest import Precision
 from tests.support import tiny
-from tests.support.command import cloze
 from tests.support.serving import Server, running_server
 
 TEXTS = ["the king", "paris is the capital of france", "year time door green " * 60, "red"]
@@ -46,7 +43,7 @@ def oracles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory, oracles: dict[str, Path]) -> Path:
     root = tmp_path_factory.mktemp("store")
-    options = ExportOptions(tasks=TASKS, precisions=(Precision.INT8,))
+    options = ExportOptions(tasks=TASKS)
     for family, folder in oracles.items():
         export(str(folder), family, Store(root), options)
     return root
@@ -86,54 +83,16 @@ def test_the_heaviest_words_can_be_named(server: Server, oracles: dict[str, Path
     assert [row["token"] for row in rows] == [token for token, _ in expected]
 
 
-def test_our_client_names_the_words(server: Server) -> None:
-    expected = ask(server, TEXTS, top_k=3, return_tokens=True).json()
-    with Client(server.url, batch_size=3) as client:
-        found = client.embed_sparse(TEXTS, top_k=3)
-    assert [[w.token for w in words] for words in found] == [
-        [row["token"] for row in rows] for rows in expected
-    ]
-    done = cloze("ask", "embed-sparse", TEXTS[0], "--top-k", "2", "--url", server.url)
-    assert done.stdout.splitlines()[0].split() == ["weight", "index", "token"]
-    assert len(done.stdout.splitlines()) == 3
-
-
-def test_the_gate_compares_sparse_vectors(store: Path) -> None:
-    for family in ("bert", "distilbert"):
-        int8 = Store(store).manifest(family).int8
-        assert int8 is not None
-        assert 0.98 <= int8.gate.measured["sparse_cosine_mean"] <= 1.0
-
-
-def test_it_is_exported_only_when_asked_for(oracles: dict[str, Path], tmp_path: Path) -> None:
-    checkpoint = load_checkpoint(str(oracles["bert"]))
-    assert "sparse" in [head.task for head in checkpoint.heads]
-    assert "sparse" not in [head.task for head in checkpoint.default_heads]
-    plain = export(str(oracles["bert"].parent / "bert-plain"), "p", Store(tmp_path))
-    assert "sparse" not in plain.manifest.tasks
-    encoder_only = tiny.save_checkpoint(tmp_path / "encoder", "bert-plain")
-    with pytest.raises(
-        ExportError, match="the checkpoint cannot do sparse: it has heads for embed"
-    ):
-        export(str(encoder_only), "e", Store(tmp_path), ExportOptions(tasks=("sparse",)))
-
-
 @pytest.mark.parametrize(
     ("name", "value"), [("pooling_strategy", "sum"), ("activation_function", "log1p_relu")]
 )
 def test_another_pooling_is_refused(
     oracles: dict[str, Path], tmp_path: Path, name: str, value: str
 ) -> None:
-    folder = tmp_path / "copy"
-    folder.mkdir()
-    for file in oracles["bert"].rglob("*"):
-        if file.is_file():
-            copy = folder / file.relative_to(oracles["bert"])
-            copy.parent.mkdir(exist_ok=True)
-            copy.write_bytes(file.read_bytes())
+    folder = shutil.copytree(oracles["bert"], tmp_path / "copy")
     (config,) = folder.glob("1_SpladePooling/config.json")
     config.write_text(json.dumps(json.loads(config.read_text()) | {name: value}))
-    with pytest.raises(ExportError, match=f"SpladePooling has {name} '{value}'; supported is"):
+    with pytest.raises(ExportError, match=name):
         load_checkpoint(str(folder))
 
 
@@ -141,8 +100,7 @@ def test_the_length_and_the_case_of_the_tuning_are_kept(
     oracles: dict[str, Path], tmp_path: Path
 ) -> None:
     """As splade-cocondenser-ensembledistil, whose tuning read 256 of 512 tokens."""
-    shutil.copytree(oracles["bert"], tmp_path / "copy")
-    folder = tmp_path / "copy"
+    folder = shutil.copytree(oracles["bert"], tmp_path / "copy")
     for name, changes in (
         ("sentence_bert_config.json", {"max_seq_length": 40, "do_lower_case": True}),
         ("tokenizer_config.json", {"do_lower_case": False}),

@@ -5,7 +5,6 @@ tests/oracles/tei.json has the requests, with what text-embeddings-inference ans
 
 import json
 from base64 import b64decode
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,8 @@ from tests.support import tiny
 RECORDED = Path(__file__).parent / "tei.json"
 
 _SIZES: dict[str, Any] = {
-    "hidden_size": 16,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "max_position_embeddings": 40,
-}
+    "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 40,
+}  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "embedder": {},
     "classifier": {
@@ -35,30 +31,21 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 """text-embeddings-inference serves one kind of model per process."""
 
+_MODULES = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
 _SENTENCE_FILES: dict[str, Any] = {
     "modules.json": [
-        {
-            "idx": index,
-            "name": str(index),
-            "path": path,
-            "type": f"sentence_transformers.models.{kind}",
-        }
-        for index, (path, kind) in enumerate(
-            [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
-        )
+        {"idx": n, "name": str(n), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for n, (path, kind) in enumerate(_MODULES)
     ],
     "1_Pooling/config.json": {
-        "word_embedding_dimension": 16,
-        "pooling_mode_cls_token": False,
-        "pooling_mode_mean_tokens": True,
-        "pooling_mode_max_tokens": False,
+        "word_embedding_dimension": 16, "pooling_mode_cls_token": False,
+        "pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": False,
         "pooling_mode_mean_sqrt_len_tokens": False,
     },
     "config_sentence_transformers.json": {
-        "prompts": {"query": "the question "},
-        "default_prompt_name": None,
+        "prompts": {"query": "the question "}, "default_prompt_name": None,
     },
-}
+}  # fmt: skip
 
 
 def save_models(root: Path) -> dict[str, Path]:
@@ -82,10 +69,15 @@ def save_models(root: Path) -> dict[str, Path]:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A request: a JSON value, or raw bytes."""
+    """A request: a JSON value, or raw bytes.
+
+    Attributes:
+        on_purpose: our statuses that may differ from theirs, and why.
+    """
 
     route: str
     body: Any
+    on_purpose: dict[str, str]
 
     @property
     def content(self) -> bytes:
@@ -110,21 +102,16 @@ class Answer:
     value: Any
 
 
-def _recorded() -> Iterator[tuple[str, Case, Answer]]:
-    """Yield the requests and answers with their kinds; a string is a body that is no object."""
-    for kind, rows in json.loads(RECORDED.read_text()).items():
-        for route, body, *answer in rows:
-            raw = body.encode("latin-1") if isinstance(body, str) else body
-            yield kind, Case(route, raw), Answer(*answer)
-
-
 CASES: dict[str, list[Case]] = {kind: [] for kind in KINDS}
 ANSWERS: dict[str, list[Answer]] = {kind: [] for kind in KINDS}
 """What text-embeddings-inference answered to the requests, by kind."""
 
-for _kind, _case, _theirs in _recorded():
-    CASES[_kind].append(_case)
-    ANSWERS[_kind].append(_theirs)
+for _kind, _rows in json.loads(RECORDED.read_text()).items():
+    for _route, _body, _status, _is_json, _value, *_on_purpose in _rows:
+        # A string is a body that is no object.
+        _sent = _body.encode("latin-1") if isinstance(_body, str) else _body
+        CASES[_kind].append(Case(_route, _sent, *(_on_purpose or [{}])))
+        ANSWERS[_kind].append(Answer(_status, _is_json, _value))
 
 
 def ask(url: str, kind: str) -> list[Answer]:
@@ -181,15 +168,12 @@ TOLERANCE = 1e-3
 JSON_ERRORS = "errors are JSON, theirs plain text for a body of the wrong shape"
 OPENAI_ERRORS = "OpenAI's routes have OpenAI's errors, with 400 instead of 422"
 _OPENAI = ("/v1/embeddings", "/embeddings")
-_LIMIT = 32
 
 
 def intended(case: Case, theirs: Answer, ours: Answer) -> str | None:
     """Return why our answer differs on purpose; None if it should not differ."""
-    both = (theirs.status, ours.status)
-    for reason, (statuses, applies) in INTENDED.items():
-        if both in statuses and applies(case):
-            return reason
+    if reason := case.on_purpose.get(str(ours.status)):
+        return reason
     if case.route in _OPENAI and theirs.status >= 400 and ours.status >= 400:
         is_envelope = ours.value["error"].keys() == {"message", "type", "param", "code"}
         if is_envelope and ours.status == (400 if theirs.status == 422 else theirs.status):
@@ -197,78 +181,3 @@ def intended(case: Case, theirs: Answer, ours: Answer) -> str | None:
     if theirs.status == ours.status >= 400 and ours.is_json and not theirs.is_json:
         return JSON_ERRORS
     return None
-
-
-def _fields(case: Case) -> dict[str, Any]:
-    """Return the fields of a request, those of ``parameters`` included."""
-    body = case.body if isinstance(case.body, dict) else {}
-    parameters = body.get("parameters")
-    return body | (parameters if isinstance(parameters, dict) else {})
-
-
-def _texts(case: Case) -> list[Any]:
-    """Return the texts, or ids, of a request."""
-    body = _fields(case)
-    values = next((body[f] for f in ("inputs", "input", "texts", "ids") if f in body), [])
-    if isinstance(values, dict):
-        values = values.get("sentences")
-    return values if isinstance(values, list) else [values]
-
-
-def _has_ids(case: Case) -> bool:
-    return any(isinstance(text, int | list) for text in _texts(case))
-
-
-def _wrong_choice(case: Case) -> bool:
-    return _fields(case).get("truncation_direction") == 5 or (
-        _fields(case).get("encoding_format", "float") is None
-    )
-
-
-INTENDED: dict[str, tuple[set[tuple[int, int]], Callable[[Case], bool]]] = {
-    "a request may have 2,048 texts, theirs 32": (
-        {(422, 200), (413, 200)},
-        lambda case: len(_texts(case)) > _LIMIT,
-    ),
-    "token ids get [CLS] and [SEP] unless they have them; theirs run bare": (
-        {(200, 200)},
-        lambda case: case.route in ("/embed", "/embed_all", *_OPENAI) and _has_ids(case),
-    ),
-    "ids outside the vocabulary are the client's error, not one of the backend": (
-        {(424, 422)},
-        lambda case: [10**6] in (_texts(case), *_texts(case)),
-    ),
-    "a value of the wrong type is 422 in every field, theirs 400 for a choice": (
-        {(400, 422)},
-        _wrong_choice,
-    ),
-    "null stands for the default in every field": (
-        {(422, 200), (400, 200)},
-        lambda case: None in _fields(case).values(),
-    ),
-    "unknown fields inside inputs are refused": (
-        {(200, 422)},
-        lambda case: isinstance(_fields(case)["inputs"], dict),
-    ),
-    "a body that is not JSON is 400, also after a wrong type": (
-        {(422, 400)},
-        lambda case: isinstance(case.body, bytes),
-    ),
-    "a model for embeddings ranks by similarity": (
-        {(424, 200)},
-        lambda case: case.route == "/rerank",
-    ),
-    "an empty text of a pair is refused, as any empty text is": (
-        {(200, 400)},
-        lambda case: b'""' in case.content and case.route in ("/rerank", "/predict"),
-    ),
-    "an empty list is the error Empty on every route": (
-        {(422, 400)},
-        lambda case: case.route == "/predict" and case.body["inputs"] == [],
-    ),
-    "equal scores keep the order of the request": (
-        {(200, 200)},
-        lambda case: case.route == "/rerank" and case.body["texts"] == ["same", "same"],
-    ),
-}
-"""Why an answer differs on purpose: in which (their, our) statuses, and for which requests."""

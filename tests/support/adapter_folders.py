@@ -55,17 +55,11 @@ def write(folder: Path, recipe: Recipe, base: BertForPreTraining) -> Path:
         tensors[f"base_model.model.{name}.weight"] = rng.normal(0, 0.3, (rows, columns))
         tensors[f"base_model.model.{name}.bias"] = rng.normal(0, 0.3, rows)
     config = {
-        "peft_type": "LORA",
-        "task_type": recipe.task,
-        "base_model_name_or_path": "base",
-        "r": recipe.rank,
-        "lora_alpha": 8,
-        "target_modules": list(recipe.targets),
-        "modules_to_save": list(recipe.head) or None,
-        "rank_pattern": recipe.ranks,
-        "bias": "none",
-        "use_dora": False,
-    }
+        "peft_type": "LORA", "task_type": recipe.task, "base_model_name_or_path": "base",
+        "r": recipe.rank, "lora_alpha": 8, "target_modules": list(recipe.targets),
+        "modules_to_save": list(recipe.head) or None, "rank_pattern": recipe.ranks,
+        "bias": "none", "use_dora": False,
+    }  # fmt: skip
     folder.mkdir(parents=True)
     (folder / "adapter_config.json").write_text(json.dumps(config | recipe.config))
     floats = {name: tensor.astype(np.float32) for name, tensor in tensors.items()}

@@ -17,16 +17,7 @@ _MARK = re.compile(r"<!-- (?:(not run|status): (.+)|(slow)) -->")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block of commands.
-
-    Attributes:
-        document: name of the document.
-        line: number of its first line.
-        text: its commands.
-        not_run: why the tests do not run it; "": they do.
-        slow: whether only the slow tests run it.
-        status: the HTTP status of a call, if it is not a success.
-    """
+    """A block of commands, and its mark: why or when the tests do not run it, and a status."""
 
     document: str
     line: int

@@ -20,19 +20,12 @@ from tests.support.tokenizer_kinds import (
 )
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 24,
-    "num_attention_heads": 3,
-    "num_hidden_layers": 2,
-    "intermediate_size": 40,
-    "max_position_embeddings": 30,
-    "layer_norm_eps": 1e-5,
-    "attn_implementation": "eager",
-}
+    "hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 40,
+    "max_position_embeddings": 30, "layer_norm_eps": 1e-5, "attn_implementation": "eager",
+}  # fmt: skip
 """Odd sizes: two that are equal could be exchanged unnoticed."""
 
-
 LABELS = {0: "a", 1: "b", 2: "c"}
-
 
 OWN: dict[str, dict[str, Any]] = {
     "bert": {"type_vocab_size": 2},
@@ -44,52 +37,31 @@ OWN: dict[str, dict[str, Any]] = {
     "mpnet": {"max_position_embeddings": 160},
     "electra": {"embedding_size": 16, "hidden_act": "relu"},
     "albert": {
-        "embedding_size": 16,
-        "hidden_act": "gelu_new",
-        "num_hidden_layers": 5,
-        "num_hidden_groups": 2,
-        "inner_group_num": 2,
+        "embedding_size": 16, "hidden_act": "gelu_new", "num_hidden_layers": 5,
+        "num_hidden_groups": 2, "inner_group_num": 2,
     },
     "modernbert": {
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 3, "local_attention": 8, "norm_eps": 1e-4,
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-        "local_attention": 8,
-        "norm_eps": 1e-4,
-        "global_rope_theta": 400.0,
-        "local_rope_theta": 70.0,
-        "pad_token_id": 3,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "cls_token_id": 1,
-        "sep_token_id": 2,
+        "global_rope_theta": 400.0, "local_rope_theta": 70.0, "pad_token_id": 3,
+        "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2,
     },
     "mobilebert": {
-        "embedding_size": 10,
-        "intra_bottleneck_size": 12,
-        "num_feedforward_networks": 3,
+        "embedding_size": 10, "intra_bottleneck_size": 12, "num_feedforward_networks": 3,
         "hidden_act": "relu",
     },
     "nomic_bert": {
-        "type_vocab_size": 2,
-        "hidden_act": "silu",
+        "type_vocab_size": 2, "hidden_act": "silu",
         "rope_parameters": {"rope_type": "default", "rope_theta": 30.0},
     },
-    "gte": {
-        "type_vocab_size": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
-    },
+    "gte": {"type_vocab_size": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}},
     "deberta-v2": {
-        "type_vocab_size": 0,
-        "relative_attention": True,
-        "position_biased_input": False,
-        "position_buckets": 8,
-        "norm_rel_ebd": "layer_norm",
-        "share_att_key": True,
+        "type_vocab_size": 0, "relative_attention": True, "position_biased_input": False,
+        "position_buckets": 8, "norm_rel_ebd": "layer_norm", "share_att_key": True,
         "pos_att_type": ["p2c", "c2p"],
     },
-}
+}  # fmt: skip
 """Settings of each family beside `SIZES`."""
-
 
 TOKENIZERS = {
     "roberta": byte_level,
@@ -101,13 +73,11 @@ TOKENIZERS = {
     "deberta-v2": unigram,
 }
 
-
 WITHOUT_QUESTIONS = {"nomic_bert", "gte"}
 """Families without a class of question answering in transformers."""
 
 OFFSET = {"roberta", "xlm-roberta", "camembert", "mpnet"}
 """Families whose positions begin at row 2."""
-
 
 CLASSES = {
     "masked_lm": transformers.AutoModelForMaskedLM,

@@ -17,16 +17,9 @@ from tests.support.waiting import wait_until
 
 FAULTY = (sys.executable, "-m", "tests.support.faulty_server")
 
-
-FAULTY_ENGINE_PROCESS = (sys.executable, "-m", "tests.support.faulty_engine_process")
-
-
 WORDS = ["paris", "france", "door", "house", "time", "year", "water", "red", "green", "walk"]
 
-
 QUEUED = r'cloze_queue_tokens\{model="bert",version="1"\}'
-
-
 BATCHES = r'cloze_batch_sequences_count\{model="bert",version="1"\}'
 
 
@@ -43,7 +36,7 @@ def one_process(store: Path, **environment: str) -> Iterator[Server]:
 @contextmanager
 def front_ends(store: Path, **environment: str) -> Iterator[Server]:
     arguments = ("--model", "bert", "--frontends", "2")
-    with running_server(store, *arguments, command=FAULTY_ENGINE_PROCESS, **environment) as server:
+    with running_server(store, *arguments, command=FAULTY, **environment) as server:
         yield server
 
 

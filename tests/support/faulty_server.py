@@ -1,5 +1,5 @@
-"""``cloze serve`` whose real engine misbehaves on certain words: run as ``python -m
-tests.support.faulty_server FLAGS``.
+"""``cloze serve`` whose real engine misbehaves on certain words, in one process or several:
+``python -m tests.support.faulty_server FLAGS``.
 """
 
 import os
@@ -13,6 +13,8 @@ from cloze.model_store import Bundle
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.service.core import Device, RequestedPrecision
 from cloze.service.engine.onnx_engine import OnnxEngine
+from cloze.service.processes import engine_process
+from cloze.service.processes.supervisor import supervise
 from cloze.service.server.process import serve_in_one_process
 from cloze.service.server.startup import begin
 from cloze.service.settings import load_settings
@@ -66,7 +68,11 @@ class FaultyEngine(OnnxEngine):
 
 
 if __name__ == "__main__":
+    if sys.argv[1].startswith("{"):  # started by the supervisor
+        sys.exit(engine_process.main(FaultyEngine))
     names = [name.removeprefix("--").replace("-", "_") for name in sys.argv[1::2]]
     settings = load_settings(dict(zip(names, sys.argv[2::2], strict=True)))
+    if settings.frontends:
+        sys.exit(supervise(settings, (sys.executable, "-m", "tests.support.faulty_server")))
     begin(settings)
     sys.exit(serve_in_one_process(settings, FaultyEngine))

@@ -58,29 +58,20 @@ def _add_dense(folder: Path, settings: dict[str, Any]) -> Path:
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
     own = {
-        "model_type": "ColBERT",
-        "query_prefix": "[Q] ",
-        "document_prefix": "[D] ",
-        "query_length": 12,
-        "document_length": 20,
-        "attend_to_expansion_tokens": False,
-        "skiplist_words": [",", ".", "no such word"],
-        "do_query_expansion": True,
-        "prompts": {},
-        "similarity_fn_name": "MaxSim",
-    }
+        "model_type": "ColBERT", "query_prefix": "[Q] ", "document_prefix": "[D] ",
+        "query_length": 12, "document_length": 20, "attend_to_expansion_tokens": False,
+        "skiplist_words": [",", ".", "no such word"], "do_query_expansion": True,
+        "prompts": {}, "similarity_fn_name": "MaxSim",
+    }  # fmt: skip
     (folder / "config_sentence_transformers.json").write_text(json.dumps(own | settings))
     # PyLate leaves the limit of the longest document, less its marker, in both files.
     (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 19}')
     file = folder / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": 19}))
     dense = {
-        "in_features": 64,
-        "out_features": DIMENSIONS,
-        "bias": False,
+        "in_features": 64, "out_features": DIMENSIONS, "bias": False, "use_residual": False,
         "activation_function": "torch.nn.modules.linear.Identity",
-        "use_residual": False,
-    }
+    }  # fmt: skip
     (folder / "1_Dense").mkdir()
     (folder / "1_Dense" / "config.json").write_text(json.dumps(dense))
     save_file({"linear.weight": _random(DIMENSIONS, 64)}, folder / "1_Dense" / "model.safetensors")
@@ -104,15 +95,10 @@ def bge_m3(folder: Path) -> Path:
     """Save a checkpoint as BGE-M3's: XLM-R, a pooling of ``[CLS]``, and two layers in pickles."""
     tokenizer = unigram()
     config = XLMRobertaConfig(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=24,
-        num_attention_heads=3,
-        num_hidden_layers=2,
-        intermediate_size=40,
-        max_position_embeddings=66,
-        type_vocab_size=1,
+        vocab_size=tokenizer.get_vocab_size(), hidden_size=24, num_attention_heads=3,
+        num_hidden_layers=2, intermediate_size=40, max_position_embeddings=66, type_vocab_size=1,
         pad_token_id=1,
-    )
+    )  # fmt: skip
     torch.manual_seed(7)
     model = XLMRobertaModel(config)
     with torch.no_grad():
@@ -120,15 +106,10 @@ def bge_m3(folder: Path) -> Path:
             parameter.normal_(float("norm" in name.lower() and name.endswith("weight")), 0.2)
     model.save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
+    parts = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Norm", "Normalize")]
     modules = [
-        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
-        {
-            "idx": 1,
-            "name": "1",
-            "path": "1_Pooling",
-            "type": "sentence_transformers.models.Pooling",
-        },
-        {"idx": 2, "name": "2", "path": "2_Norm", "type": "sentence_transformers.models.Normalize"},
+        {"idx": n, "name": str(n), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for n, (path, kind) in enumerate(parts)
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir()

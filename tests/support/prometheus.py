@@ -2,7 +2,6 @@
 
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import yaml
 
 from tests.support.ports import free_port
+from tests.support.waiting import wait_until
 
 MONITORING = Path(__file__).parents[2] / "monitoring"
 
@@ -56,32 +56,23 @@ def running_with(folder: Path, config: dict[str, Any]) -> Iterator[str]:
             job.pop(name, None)
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     address = f"127.0.0.1:{free_port()}"
-    process = subprocess.Popen(
-        [
-            "prometheus",
-            f"--config.file={folder}/prometheus.yml",
-            f"--storage.tsdb.path={folder}/data",
-            f"--web.listen-address={address}",
-            "--enable-feature=exemplar-storage",
-        ],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    files = (f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data")
+    options = (f"--web.listen-address={address}", "--enable-feature=exemplar-storage")
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(["prometheus", *files, *options], **quiet)
     try:
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
-            try:
-                if httpx.get(f"http://{address}/-/ready").status_code == 200:
-                    break
-            except httpx.TransportError:
-                pass
-            time.sleep(0.1)
-        else:
-            pytest.fail("Prometheus did not start")
+        wait_until(lambda: _is_ready(address), longest_s=30)
         yield f"http://{address}"
     finally:
         process.terminate()
         process.wait(10)
+
+
+def _is_ready(address: str) -> bool:
+    try:
+        return httpx.get(f"http://{address}/-/ready").status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def query(url: str, expression: str) -> list[Any]:

@@ -41,36 +41,20 @@ Request = tuple[str, Sequence[int]]
 
 @dataclass(frozen=True)
 class Case:
-    """What every order begins with.
-
-    Attributes:
-        varlen: whether the engine supports variable-length batches.
-        workers: number of workers, without the one for short texts.
-        requests: the requests, in the order in which they are submitted.
-        start: the first steps of every order.
-        depth: number of further steps in the fast test.
-    """
+    """What every order begins with: the engine, the requests and the first steps."""
 
     varlen: bool
     workers: int
+    """Workers without the one for short texts."""
     requests: Sequence[Request]
     start: Sequence[Step]
     depth: int
+    """Further steps in the fast test."""
 
 
 @dataclass
 class ExpectedRequest:
-    """What must be true of a request.
-
-    Attributes:
-        lengths: tokens of each encoding.
-        future: the request's future; None before the request is admitted.
-        queued: positions of the encodings that no worker has taken.
-        ran: positions of the encodings that have outputs.
-        is_expired: whether the request's deadline has passed.
-        outcome: how the request ended; None while it is pending.
-        ends: number of times that the future has ended.
-    """
+    """What must be true of a request; positions are those of its encodings."""
 
     lengths: Sequence[int]
     future: Submission | None = None

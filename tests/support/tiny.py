@@ -25,27 +25,14 @@ from tests.support.vocabulary import vocabulary
 
 
 def config(family: str, **sizes: object) -> BertConfig | DistilBertConfig:
-    common: dict[str, object] = {
-        "vocab_size": len(vocabulary()),
-        "max_position_embeddings": 160,
-        "attn_implementation": "eager",
-    }
+    common = {"vocab_size": len(vocabulary()), "max_position_embeddings": 160}
     if family == "bert":
+        own = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
         return BertConfig(
-            **(
-                common
-                | {
-                    "hidden_size": 64,
-                    "num_hidden_layers": 2,
-                    "num_attention_heads": 4,
-                    "intermediate_size": 128,
-                }
-                | sizes
-            )
+            **{**common, **own, "intermediate_size": 128, "attn_implementation": "eager", **sizes}
         )
-    return DistilBertConfig(
-        **(common | {"dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 128} | sizes)
-    )
+    own = {"dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 128}
+    return DistilBertConfig(**{**common, **own, "attn_implementation": "eager", **sizes})
 
 
 CLASSES = {

@@ -26,18 +26,6 @@ def test_the_limit_of_a_batch_makes_its_fixed_part_small() -> None:
     assert BatchCostModel(0.01, 1e-5, 256).batch_tokens(0.011) == 256
 
 
-def test_only_a_fixed_part() -> None:
-    assert BatchCostModel(0.01, 0.0).batch_tokens(0.01) == 16384
-    assert BatchCostModel(0.01, 0.0).batch_tokens(0.009) == 512
-    assert BatchCostModel(0.01, 0.0, 256).batch_tokens(0.009) == 256
-
-
-def test_a_cost_model_shows_its_units() -> None:
-    shown = str(BatchCostModel(0.0015, 2e-6, 512))
-    assert shown.startswith("one takes 1.50 ms and 2000 ns per token; ")
-    assert shown.endswith("up to 512 tokens ran")
-
-
 def test_no_fixed_part_is_below_zero() -> None:
     engine: Any = Clocked(fixed=-0.001)
     assert measure_cost(engine, [HEADS["embedding"]], 512, engine).fixed == 0.0

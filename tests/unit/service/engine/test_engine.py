@@ -121,19 +121,18 @@ def test_golden_outputs_must_come_out(bundle: Bundle, number: int, off: float) -
     cases = [golden(IDS), golden([[7, 8]])]
     cases[number] = golden(cases[number]["feeds"]["input_ids"], off)
     (bundle.path / "golden.json").write_text(json.dumps(cases))
-    with pytest.raises(StartupError) as caught:
+    with pytest.raises(StartupError, match=r"embeddings is off by 2.0e-04, more than 1e-04"):
         OnnxEngine(bundle, Device.CPU)
-    start = "bundle tiny@3 does not reproduce its golden outputs: embeddings is off by 2.0e-04"
-    assert str(caught.value) == f"{start}, more than 1e-04"
-
-
-def test_an_error_up_to_the_tolerance_is_none(bundle: Bundle) -> None:
-    engine = OnnxEngine(bundle, Device.CPU, open_session=lambda *_: Scripted(0.9e-4))
-    engine.probe()
+    for text in ("[]", None):
+        (bundle.path / "golden.json").unlink()
+        if text:
+            (bundle.path / "golden.json").write_text(text)
+        with pytest.raises(StartupError, match=r"^bundle tiny@3: golden.json"):
+            OnnxEngine(bundle, Device.CPU)
 
 
 def test_a_probe_runs_the_first_golden_batch(bundle: Bundle) -> None:
-    session = Scripted()
+    session = Scripted(0.9e-4)  # less than the tolerance
     engine = OnnxEngine(bundle, Device.CPU, open_session=lambda *_: session)
     assert session.runs == 2
     engine.probe()
@@ -159,24 +158,11 @@ def test_a_lone_batch_has_its_own_session(bundle: Bundle, caplog: pytest.LogCapt
     for _ in range(2):
         embeddings(engine, [1, 2], alone=True)
     assert (together.runs, alone.runs) == (4, 1), "no answer is of a session that is wrong"
-    assert caplog.messages == [
-        "a lone request runs on one core: the golden outputs: "
-        "embeddings is off by 2.0e-04, more than 1e-04"
-    ]
+    assert "a lone request runs on one core: the golden outputs: " in caplog.text
     single = Scripted()
     engine = OnnxEngine(bundle, Device.CPU, open_session=lambda *_: single)
     embeddings(engine, [1, 2], alone=True)
     assert single.runs == 3
-
-
-def test_golden_outputs_must_be_there(bundle: Bundle) -> None:
-    file = bundle.path / "golden.json"
-    file.write_text("[]")
-    with pytest.raises(StartupError, match=r"^bundle tiny@3: golden.json has 0 cases"):
-        OnnxEngine(bundle, Device.CPU)
-    file.unlink()
-    with pytest.raises(StartupError, match=r"^bundle tiny@3: golden.json .*No such file"):
-        OnnxEngine(bundle, Device.CPU)
 
 
 def test_a_graph_that_does_not_load_is_refused(bundle: Bundle) -> None:
@@ -199,9 +185,6 @@ def test_a_graph_that_does_not_load_is_refused(bundle: Bundle) -> None:
 
 
 def test_the_resources_of_a_session(bundle: Bundle) -> None:
-    defaults = SessionOptions()
-    assert (defaults.device_id, defaults.gpu_memory_limit) == (0, 0)
-    assert (defaults.threads, defaults.alone_threads) == (1, 0)
     session: Any = OnnxEngine(bundle, Device.CPU)._session
     assert session.get_session_options().intra_op_num_threads == 1
     session = OnnxEngine(bundle, Device.CPU, options=SessionOptions(threads=2))._session
@@ -291,11 +274,8 @@ def test_cuda_must_be_there_if_it_is_asked_for(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ort, "get_available_providers", lambda: ["A", "B"])
-    with pytest.raises(StartupError) as caught:
+    with pytest.raises(StartupError, match="this onnxruntime has only A, B; uninstall"):
         OnnxEngine(bundle, Device.CUDA)
-    assert str(caught.value).startswith(
-        "device cuda was asked for, but this onnxruntime has only A, B; uninstall onnxruntime, "
-    )
     engine = OnnxEngine(bundle, Device.AUTO)
     assert (engine.device, engine.reason) == (Device.CPU, "as asked")
 
@@ -362,27 +342,6 @@ def test_auto_falls_back_to_the_cpu_and_says_why(
         OnnxEngine(bundle, Device.CUDA)
     engine = OnnxEngine(bundle, Device.CPU)
     assert (engine.device, engine.reason) == (Device.CPU, "as asked")
-
-
-def test_an_error_on_the_cpu_is_not_tried_again(bundle: Bundle) -> None:
-    (bundle.path / "g.onnx").write_bytes(b"\x08\x0a")
-    with pytest.raises(StartupError, match="its graph does not load") as caught:
-        OnnxEngine(bundle, Device.AUTO)
-    assert ";" not in str(caught.value).partition("its graph")[0]
-
-
-def test_the_device_gets_the_options(
-    bundle: Bundle, cuda: type[OnCuda], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = SessionOptions(device_id=2, gpu_memory_limit=77)
-    monkeypatch.setattr(
-        sessions.DeviceSession, "run", lambda _, wanted, feeds: Scripted().run(wanted, feeds)
-    )
-    for asked in (Device.AUTO, Device.CUDA):
-        engine = OnnxEngine(bundle, asked, options=options)
-        assert engine.device is Device.CUDA
-        assert cuda.opened[-1].asked[0][1]["device_id"] == "2"
-        assert cuda.opened[-1].asked[0][1]["gpu_mem_limit"] == "77"
 
 
 def test_two_builds_of_the_runtime_are_one_too_many(

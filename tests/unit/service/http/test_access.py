@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from cloze.service.batching.admission import WaitLimits
-from cloze.service.http.body import BytesResponse
 from cloze.service.http.door import Door, Gate, StartQueue
 from cloze.service.http.keys import Keys, Permission
 from cloze.service.http.record import Access, Callers, accepted_hosts, is_accepted
@@ -85,21 +84,24 @@ async def named(_: Request, error: Exception) -> Response:
 GATE = Gate({}, WaitLimits(2.0), StartQueue(), Returns())
 """A gate of routes without models, which admits all."""
 
-PERMISSIONS = (("/metrics", Permission.METRICS), ("/admin/", Permission.ADMIN))
+PERMISSIONS = (  # the first one counts
+    ("/metrics/x", Permission.ADMIN), ("/metrics", Permission.METRICS),
+    ("/admin/", Permission.ADMIN),
+)  # fmt: skip
 
 
 def controlled(
-    hosts: frozenset[bytes] = frozenset(), *, needs_keys: bool = False, respond: Any = named,
-    permissions: Any = PERMISSIONS, by_address: frozenset[str] = frozenset(),
+    hosts: frozenset[bytes] = frozenset(), *, needs_keys: bool = False,
+    by_address: frozenset[str] = frozenset(),
 ) -> Door:  # fmt: skip
     access = Access(
         needs_keys=needs_keys,
         open_routes=frozenset({"/health"}),
-        permissions=permissions,
+        permissions=PERMISSIONS,
         hosts=hosts,
         by_address=by_address,
     )
-    return Door(access, GATE, application, {}, respond)
+    return Door(access, GATE, application, {}, named)
 
 
 @pytest.fixture
@@ -107,7 +109,7 @@ def keys(tmp_path: Path) -> Keys:
     text = ""
     for name in ("inference", "metrics", "admin"):
         digest = hashlib.sha256(name.encode()).hexdigest()
-        text += f'[{name}]\nsha256 = "{digest}"\nscopes = ["{name}"]\n'
+        text += f'[{name}]\nsha256 = "{digest}"\nscopes = ["{name}"]\nrequests_per_minute = 1\n'
     (tmp_path / "keys").write_text(text)
     return Keys(tmp_path / "keys")
 
@@ -127,6 +129,9 @@ def keys(tmp_path: Path) -> Keys:
         ("HEAD", "/health", None, "passed"),
         ("POST", "/health", None, "Unauthorized"),
         ("GET", "/health/", None, "Unauthorized"),
+        ("GET", "/metrics/x", "admin", "passed"),
+        ("GET", "/metrics/x", "metrics", "Forbidden"),
+        ("GET", "/x/metrics", "inference", "passed"),
     ],
 )
 def test_a_request_needs_a_key_with_the_scope_of_its_path(
@@ -135,6 +140,10 @@ def test_a_request_needs_a_key_with_the_scope_of_its_path(
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     guarded = controlled(needs_keys=True)
     assert asyncio.run(reach(guarded, method, path, keys, **headers)) == result
+    if result == "passed" and key:
+        assert asyncio.run(reach(guarded, method, path, keys, **headers)) == "RateLimited"
+    elif result == "Forbidden":  # which is not counted
+        assert asyncio.run(reach(guarded, method, path, keys, **headers)) == "Forbidden"
 
 
 def test_without_keys_everybody_may_send_requests_to_an_accepted_host() -> None:
@@ -145,15 +154,6 @@ def test_without_keys_everybody_may_send_requests_to_an_accepted_host() -> None:
     assert asyncio.run(reach(local, "POST", "/embed", host="cloze:80")) == "passed"
     assert asyncio.run(reach(local, "POST", "/embed", host="evil")) == "OtherHost"
     assert asyncio.run(reach(local, "GET", "/health", host="evil")) == "OtherHost"
-
-
-def test_a_response_of_bytes_has_its_length() -> None:
-    response = BytesResponse(b"12345", b"text/plain", (b"x-more", b"1"))
-    assert response.status_code == 200
-    assert response.raw_headers == [
-        (b"content-length", b"5"), (b"content-type", b"text/plain"), (b"x-more", b"1"),
-    ]  # fmt: skip
-    assert BytesResponse(b"").raw_headers[1] == (b"content-type", b"application/json")
 
 
 # ---- connections -------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def test_more_connections_than_one_turn_takes() -> None:
     assert accepting({}, *[b"x"] * 40) == [b"hello"] * 40
 
 
-async def test_an_acceptor_accepts_nothing_before_its_begin() -> None:
+async def test_an_acceptor_accepts_from_its_begin_until_it_is_closed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         acceptor = Acceptor(listener, Greeter, lambda: None, Probes({}, frozenset()))
         with socket.create_connection(listener.getsockname()) as client:
@@ -211,20 +211,13 @@ async def test_an_acceptor_accepts_nothing_before_its_begin() -> None:
             loop = asyncio.get_running_loop()
             assert await asyncio.wait_for(loop.sock_recv(client, 9), 20) == b"hello"
         acceptor.close()
-        await acceptor.wait_closed()
-
-
-async def test_a_closed_acceptor_accepts_nothing() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        acceptor = Acceptor(listener, Greeter, lambda: None, Probes({}, frozenset()))
-        acceptor.begin()
-        acceptor.close()
         acceptor.begin()
         with socket.create_connection(listener.getsockname()) as client:
             client.setblocking(False)
             await asyncio.sleep(0.05)
             with pytest.raises(BlockingIOError):
                 client.recv(1)
+        await acceptor.wait_closed()
 
 
 class FullOnce(socket.socket):
@@ -240,7 +233,7 @@ class FullOnce(socket.socket):
         return super().accept()
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM])
 async def test_a_process_without_files_accepts_again_after_a_pause(
     number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -279,8 +272,7 @@ async def test_connections_of_clients_that_have_gone_are_closed() -> None:
         loop = asyncio.get_running_loop()
         received = b""
         with contextlib.suppress(ConnectionError):
-            while part := await asyncio.wait_for(loop.sock_recv(plain, 999), 20):
-                received += part
+            received = await asyncio.wait_for(loop.sock_recv(plain, 999), 20)
         assert not received.startswith(b"HTTP"), "with TLS, nobody answers in plain text"
         acceptor.close()
         await acceptor.wait_closed()
@@ -295,15 +287,3 @@ def test_probes_are_answered_under_any_address_and_nothing_else_is() -> None:
         assert asyncio.run(reach(control, "POST", "/embed", host=host)) == "OtherHost", host
     for host in ("evil.example", "10.0.0.7.evil.example", "10.0.0", "", "[", "fd00::7"):
         assert asyncio.run(reach(control, "GET", "/health", host=host)) == "OtherHost", host
-
-
-def test_the_first_permission_of_a_path_counts(keys: Keys) -> None:
-    permissions = (("/metrics/x", Permission.ADMIN), ("/metrics", Permission.METRICS))
-    control = controlled(needs_keys=True, permissions=permissions)
-    for path, key, result in (
-        ("/metrics/x", "admin", "passed"),
-        ("/metrics", "metrics", "passed"),
-        ("/x/metrics", "inference", "passed"),
-    ):
-        headers = {"authorization": f"Bearer {key}"}
-        assert asyncio.run(reach(control, "GET", path, keys, **headers)) == result

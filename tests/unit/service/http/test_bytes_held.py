@@ -225,28 +225,3 @@ def test_half_sent_bodies_never_wait_for_each_other_for_ever(
         assert len(await asyncio.gather(*(held(budget, c, 25) for c in "wxyz"))) == 4
 
     run_leaping(run())
-
-
-@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 60)), min_size=1, max_size=20))
-@settings(max_examples=200, deadline=None)
-def test_a_client_has_no_more_than_half_while_another_waits(asked: list[tuple[str, int]]) -> None:
-    """Unless one body alone is larger than that, which may always arrive."""
-
-    async def run() -> None:
-        budget, own = ByteBudget("bodies", LIMIT), dict[asyncio.Task[Hold], tuple[str, int]]()
-        for client, size in asked:
-            own[await asking(budget, client, size)] = client, size
-        waiting = {client for task, (client, _) in own.items() if not task.done()}
-        for client, others in (("a", "b"), ("b", "a")):
-            sizes = [
-                task.result().size for task, (c, _) in own.items() if task.done() and c == client
-            ]
-            if others in waiting:
-                assert sum(sizes) <= max([LIMIT // 2, *sizes])
-        while own:
-            task = next(task for task in own if task.done())
-            budget.release(await task)
-            del own[task]
-            await settle()
-
-    run_leaping(run())

@@ -50,20 +50,6 @@ def test_a_line_of_json() -> None:
     assert "texts" not in error
 
 
-def test_a_line_of_text() -> None:
-    line = _line("text", record())
-    assert ",125 INFO POST /embed 200 id=r1 model=bert@1 texts=2 tokens=30 total_ms=12.35 " in line
-    assert line.endswith("tokenize_ms=1.0 queue_ms=2.0 inference_ms=3.0\n")
-
-
-def test_levels_of_statuses() -> None:
-    levels = {
-        status: json.loads(_line("json", record(status)))["level"]
-        for status in (200, 399, 400, 499, 500)
-    }
-    assert levels == {200: "info", 399: "info", 400: "warning", 499: "warning", 500: "error"}
-
-
 def test_which_requests_are_logged() -> None:
     all_of_them = [
         record(),
@@ -192,16 +178,3 @@ def test_lines_are_written_soon_by_a_thread_of_the_log(capfd: pytest.CaptureFixt
     writer.flush()
     lines = capfd.readouterr().err.splitlines()
     assert [json.loads(line)["status"] for line in lines] == [200, 201]
-
-
-def test_a_line_of_the_log_does_not_wait_for_those_of_requests(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    """The thread formats both, in their order."""
-    writer = LineWriter()
-    AccessLog("json", logging.INFO, 1.0, frozenset(), writer).add(record())
-    writer.handle(logging.makeLogRecord({"msg": "it hangs"}))
-    writer.begin()
-    writer.flush()
-    first, second = capfd.readouterr().err.splitlines()
-    assert (json.loads(first)["status"], second) == (200, "it hangs")

@@ -148,17 +148,6 @@ def test_a_window_of_more_than_ten_seconds_is_dropped() -> None:
     assert rate.per_s == pytest.approx(10 + 0.3 * 90)
 
 
-def test_the_rate_falls_while_more_workers_are_busy_than_were_measured() -> None:
-    rate = DrainRate()
-    rate.count(0.0, 10, busy=8, waiting=True)  # began before the window
-    rate.count(0.2, 25, busy=1, waiting=True)
-    rate.count(0.5, 75, busy=3, waiting=True)
-    assert rate.per_s == 200
-    assert rate.busy == 2.5, "the mean of the tokens"
-    rate.count(1.0, 100, busy=5, waiting=True)
-    assert rate.busy == pytest.approx(2.5 + 0.3 * 2.5)
-
-
 def test_a_model_that_begins_to_work_slows_the_others_at_once() -> None:
     full = Full(workers=1)
     full.put(100)

@@ -130,16 +130,6 @@ def test_each_line_pays_for_its_own_part_of_a_batch(same_client: bool) -> None:
     assert queue.took() == [8], "it has received 5, and the other 10"
 
 
-def test_a_newcomer_begins_at_the_virtual_time_of_all_waiting_clients() -> None:
-    queue = Queue()
-    for name, length in (("a", 12), ("b", 20), ("c", 21)):
-        queue.put(name, length, length + 30)
-    assert queue.took(1) == [12]  # time is 12 / 3
-    queue.put("new", 10, 9)
-    # b and c have turn 0, new has 4 and then 14, a has 12.
-    assert [queue.took(1) for _ in range(6)] == [[20], [21], [10], [42], [9], [50]]
-
-
 def test_a_client_that_waits_keeps_its_turn_when_more_arrives() -> None:
     """Else one that goes on asking would fall behind a newcomer."""
     queue = Queue()
@@ -272,28 +262,6 @@ def test_what_could_end_too_late_goes_before_turns(now: list[float]) -> None:
     assert queue.took(1, rate=10.0) == [10]
     assert queue.took(1, rate=10.0) == [30]
     assert queue.took(1, rate=10.0) == [12], "the others have no deadline"
-
-
-@pytest.mark.parametrize(("left_s", "first"), [(0.06, 20), (0.04, 10)])
-def test_turns_decide_while_a_twentieth_of_a_second_is_left(
-    now: list[float], left_s: float, first: int
-) -> None:
-    now[0] = 1000.0 - left_s
-    queue = Queue()
-    queue.put("a", 20)
-    # Due at 1001 s, after a second of work.
-    queue.put("b", 10, deadline=now[0] + (1001.01 - now[0]) / 0.9)
-    assert queue.took(1, rate=10.0) == [first]
-
-
-def test_the_earliest_deadline_among_short_ones_is_next(now: list[float]) -> None:
-    queue = Queue()
-    queue.put("a", 50, deadline=now[0] + 0.5)
-    queue.put("b", 10, deadline=now[0] + 1.0)
-    queue.put("a", 11, deadline=now[0] + 2.0)
-    assert queue.took(1, longest=20, rate=100.0) == [10]
-    assert queue.took(1, longest=20, rate=100.0) == [11]
-    assert queue.took(1, rate=100.0) == [50]
 
 
 def test_a_request_whose_time_is_over_does_not_run(now: list[float]) -> None:

@@ -78,13 +78,6 @@ def stepped(clock: Clock = CLOCK, **changes: Any) -> SteppedScheduler:
     return SteppedScheduler(FakeEngine(), limits(**changes), clock)
 
 
-def expected_s(
-    scheduler: Scheduler, client: str, tokens: int, timeout_s: float | None, unsubmitted: int = 0
-) -> float:
-    line = LineKey.of(tokens, timeout_s)
-    return scheduler.expected_wait(client, line, tokens, unsubmitted).seconds
-
-
 def alive(scheduler: Scheduler) -> list[str]:
     return [thread.name for thread in scheduler._threads if thread.is_alive()]
 
@@ -292,31 +285,7 @@ def test_requests_are_counted_by_client_until_they_end() -> None:
     assert not made._activity.requests, "nothing is kept of clients without requests"
 
 
-def test_the_backlog_is_that_of_the_measured_rate() -> None:
-    made = stepped(workers=2)
-    submit(made, [sized(10), sized(20)], later())
-    assert made.state.backlog_s == 0
-    made._admission.tokens_per_s = 5.0
-    assert made.state.backlog_s == 3.0
-    assert expected_s(made, "new", 5, None) == 0
-    assert expected_s(made, "", 5, None) == 3.0
-    assert expected_s(made, "new", 5, None, 40) == 7.0
-
-
 # ---- threads ------------------------------------------------------------------------------------
-
-
-def test_threads_have_names_and_end_with_the_process() -> None:
-    with running(FakeEngine(), limits(workers=2)) as made:
-        assert [thread.name for thread in made._threads] == [
-            "worker-0", "worker-1", "worker-for-short-texts", "watchdog",
-        ]  # fmt: skip
-        assert all(thread.daemon for thread in made._threads)
-    assert alive(made) == []
-    varlen = FakeEngine()
-    varlen.supports_varlen = True
-    with running(varlen) as made:
-        assert [thread.name for thread in made._threads] == ["worker-0", "watchdog"]
 
 
 def test_close_fails_what_waits_and_does_not_wait_for_ever() -> None:
@@ -419,13 +388,3 @@ def test_a_run_may_take_ten_times_its_prediction_and_the_margin() -> None:
 def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
     assert hung(0.2, 1000.0, *[2.0] * 4) == []
     assert len(hung(0.2, 1000.0, *[2.0] * 5)) == 1
-
-
-def test_a_run_that_ended_does_not_hang() -> None:
-    reasons: list[str] = []
-    dog = Watchdog(8.0, reasons.append, Ticks(*[2.0] * 20))
-    with dog.run(1, 0.2), dog.run(1, 0.1):  # as of a batch and its half
-        pass
-    assert dog._runs == {}
-    dog.watch()
-    assert reasons == []

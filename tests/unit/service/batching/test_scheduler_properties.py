@@ -211,16 +211,6 @@ def test_one_worker_is_left_to_questions_while_they_come(workers: int) -> None:
         assert sums(bulk) == [64.0] * 8
 
 
-def test_bulk_requests_use_all_workers_when_nobody_else_comes() -> None:
-    engine = FakeEngine()
-    engine.gate.clear()
-    with running(engine, workers=2) as scheduler:
-        bulk = submit(scheduler, [sized(64)] * 8, later(), is_bulk=True)
-        wait_until(lambda: len(scheduler._on_bulk) == 2)
-        engine.gate.set()
-        assert sums(bulk) == [64.0] * 8
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_engine_that_is_lost_while_nobody_asks_is_dead(workers: int) -> None:
     engine, deaths, reports = FakeEngine(), Queue(), list[BatchReport]()

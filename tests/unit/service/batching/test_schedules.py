@@ -4,7 +4,6 @@
 `tests/support/stepped.py`), so that each order comes exactly once, and a failure is the same each time.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -68,16 +67,16 @@ def make_order(
     return sizes
 
 
-each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+LONG = ("two-batches", "a-long-text-runs")
 
 
-@each_case
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.slow] if name in LONG else [])
+        for name, case in CASES.items()
+    ],
+)
 def test_every_order_of_steps_ends_each_request_once(case: Case) -> None:
-    assert outcomes(case, case.depth).keys() >= OUTCOMES
-
-
-def outcomes(case: Case, depth: int) -> Counter[object]:
-    """Return how often requests ended how, in all orders of so many steps."""
-    return Counter(
-        request.outcome for schedule in all_orders(case, depth) for request in schedule.requests
-    )
+    orders = all_orders(case, case.depth)
+    assert {request.outcome for schedule in orders for request in schedule.requests} >= OUTCOMES

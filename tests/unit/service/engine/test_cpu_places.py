@@ -108,18 +108,6 @@ def test_a_thread_on_its_way_to_a_run_is_kept_off_running_ones_and_then_freed(
     assert affinity.new_calls() == [(second.id, {1, 2}), (second.id, {0, 1, 2})]
 
 
-@pytest.mark.parametrize("cpus", [{0}, set[int]()])
-def test_one_allowed_cpu_changes_nothing(
-    affinity: FakeAffinity, callers: Callers, cpus: set[int]
-) -> None:
-    affinity.cpus = cpus
-    for caller in (*callers, *callers):
-        caller.begin(HELPER)
-        caller.end()
-        caller.run()
-    assert not affinity.calls
-
-
 def test_after_the_system_forbids_a_call_there_is_no_other(
     affinity: FakeAffinity, callers: Callers
 ) -> None:

@@ -23,7 +23,7 @@ from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import Device
 from cloze.service.engine import session as sessions
 from cloze.service.engine.cpu_places import SpreadSession
-from cloze.service.engine.onnx_engine import OnnxEngine, SessionOptions
+from cloze.service.engine.onnx_engine import OnnxEngine
 from cloze.service.engine.session import CUDA, CpuSession
 from cloze.service.errors import EngineFailed, StartupError
 from tests.support.encodings import encoding, submit
@@ -171,28 +171,11 @@ def test_a_graph_that_does_not_load_is_refused(bundle: Bundle) -> None:
 
     with pytest.raises(StartupError, match=r"tiny@3: its graph does not load: no kernel$"):
         OnnxEngine(bundle, Device.CPU, open_session=fail)
-
-    def refuse(*_: object) -> Any:
-        raise StartupError("no device")
-
-    with pytest.raises(StartupError, match=r"^no device$"):
-        OnnxEngine(bundle, Device.CPU, open_session=refuse)
     (bundle.path / "g.onnx").write_bytes(b"\x08\x0a")
     opened: list[object] = []
     with pytest.raises(StartupError, match="tiny@3: its graph does not load"):
         OnnxEngine(bundle, Device.CPU, open_session=lambda *each: opened.append(each))  # type: ignore[arg-type,return-value]
     assert opened == [], "a graph is checked before a runtime opens it"
-
-
-def test_the_resources_of_a_session(bundle: Bundle) -> None:
-    session: Any = OnnxEngine(bundle, Device.CPU)._session
-    assert session.get_session_options().intra_op_num_threads == 1
-    session = OnnxEngine(bundle, Device.CPU, options=SessionOptions(threads=2))._session
-    assert session.get_session_options().intra_op_num_threads == 2
-    engine: Any = OnnxEngine(bundle, Device.CPU, options=SessionOptions(alone_threads=3))
-    assert engine._session.alone.get_session_options().intra_op_num_threads == 3
-    np.testing.assert_allclose(embeddings(engine, [1, 2], alone=True), [mean([1, 2])], rtol=1e-5)
-    assert engine._alone is engine._session.alone
 
 
 HUGE = 11
@@ -302,30 +285,23 @@ def test_cuda_that_does_not_come_up_is_explained(
     def open_session() -> None:
         sessions.cuda_session(tmp_path / "g.onnx", 0, 0)
 
-    loaded: list[str] = []
     missing: list[str] = []
 
     def load(name: str, *_: object) -> None:
-        loaded.append(Path(name).name)
-        if loaded[-1] in missing:
-            raise OSError(f"{loaded[-1]}: not found")
+        if Path(name).name in missing:
+            raise OSError(f"{Path(name).name}: not found")
 
     monkeypatch.setattr(sessions.ctypes, "CDLL", load)
     monkeypatch.setattr(cuda, "providers", ("CPUExecutionProvider",))
     with pytest.raises(StartupError, match="its driver is missing, or there is no such device"):
         open_session()
-    assert loaded == [
-        "libonnxruntime_providers_shared.so", "libonnxruntime_providers_cuda.so",
-    ]  # fmt: skip
     monkeypatch.setattr(cuda, "fails", RuntimeError("no kernel"))
     with pytest.raises(RuntimeError, match="no kernel"):
         open_session()
     missing.append("libonnxruntime_providers_cuda.so")
     for fails in (RuntimeError("no kernel"), None):
         monkeypatch.setattr(cuda, "fails", fails)
-        with pytest.raises(
-            StartupError, match=r"CUDA did not come up: libonnxruntime_providers_cuda.so: not found"
-        ):
+        with pytest.raises(StartupError, match=r"come up: libonnxruntime_providers_cuda.so: not"):
             open_session()
 
 
@@ -340,8 +316,6 @@ def test_auto_falls_back_to_the_cpu_and_says_why(
     assert isinstance(engine._session, SpreadSession)
     with pytest.raises(StartupError, match=r"^CUDA did not come up: "):
         OnnxEngine(bundle, Device.CUDA)
-    engine = OnnxEngine(bundle, Device.CPU)
-    assert (engine.device, engine.reason) == (Device.CPU, "as asked")
 
 
 def test_two_builds_of_the_runtime_are_one_too_many(

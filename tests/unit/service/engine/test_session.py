@@ -2,7 +2,6 @@
 
 import ctypes
 import logging
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -247,59 +246,3 @@ def test_buffers_are_used_again_by_size(runtime: Runtime, rows: int, size: int) 
 
 
 # ---- page-locked memory -------------------------------------------------------------------------
-
-
-class CudaRuntime:
-    """As much of CUDA's runtime as `page_locked` calls, on the host's own memory."""
-
-    def __init__(self, *, device: int = 0, malloc: int = 0, gives: bool = True) -> None:
-        self.device, self.malloc, self.gives = device, malloc, gives
-        self.memory = ctypes.create_string_buffer(64)
-        self.calls: list[str] = []
-
-    def cudaSetDevice(self, device_id: int) -> int:  # noqa: N802
-        self.calls.append(f"device {device_id}")
-        return self.device
-
-    def cudaMallocHost(self, place: Any, size: Any) -> int:  # noqa: N802
-        self.calls.append(f"allocate {size.value}")
-        place._obj.value = ctypes.addressof(self.memory) if self.gives else 0
-        return self.malloc
-
-    def cudaGetLastError(self) -> int:  # noqa: N802
-        self.calls.append("error taken back")
-        return 2
-
-    def cudaFreeHost(self, address: Any) -> int:  # noqa: N802
-        self.calls.append(f"freed {address.value == ctypes.addressof(self.memory)}")
-        return 0
-
-
-def test_page_locked_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = CudaRuntime()
-    monkeypatch.setattr(sessions, "runtime", lambda: cuda)
-    before = set(weakref.finalize._registry)  # type: ignore[attr-defined]
-    array = sessions.page_locked(64, 1)
-    assert array is not None
-    assert (array.dtype, array.shape) == (np.uint8, (64,))
-    array[:] = range(64)
-    assert cuda.memory.raw == bytes(range(64))
-    (finalizer,) = set(weakref.finalize._registry) - before  # type: ignore[attr-defined]
-    assert not finalizer.atexit, "CUDA may have ended before"
-    del array
-    assert cuda.calls == ["device 1", "allocate 64", "freed True"]
-
-
-@pytest.mark.parametrize(
-    ("cuda", "calls"),
-    [
-        (CudaRuntime(device=1), ["device 2"]),
-        (CudaRuntime(malloc=2), ["device 2", "allocate 64"]),
-    ],
-)
-def test_a_refusal_leaves_no_error(
-    monkeypatch: pytest.MonkeyPatch, cuda: CudaRuntime, calls: list[str]
-) -> None:
-    monkeypatch.setattr(sessions, "runtime", lambda: cuda)
-    assert sessions.page_locked(64, 2) is None
-    assert cuda.calls == [*calls, "error taken back"]

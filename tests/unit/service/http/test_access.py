@@ -1,11 +1,6 @@
-"""Who may send a request, and which connections are accepted."""
+"""Who may send a request, and to which host."""
 
-import asyncio
-import contextlib
-import errno
 import hashlib
-import socket
-import ssl
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +13,10 @@ from cloze.service.http.door import Door, Gate, StartQueue
 from cloze.service.http.keys import Keys, Permission
 from cloze.service.http.record import Access, Callers, accepted_hosts, is_accepted
 from cloze.service.http.returns import Returns
-from cloze.service.server import acceptor as acceptor_module
-from cloze.service.server.acceptor import Acceptor, Probes
 from cloze.service.settings import is_loopback
 from tests.support.records import recorded, scope_of
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    """Return a loop for which time passes: sockets are real here."""
-    return "asyncio"
 
 
 # ---- hosts -------------------------------------------------------------------------------------
@@ -134,156 +121,33 @@ def keys(tmp_path: Path) -> Keys:
         ("GET", "/x/metrics", "inference", "passed"),
     ],
 )
-def test_a_request_needs_a_key_with_the_scope_of_its_path(
+async def test_a_request_needs_a_key_with_the_scope_of_its_path(
     keys: Keys, method: str, path: str, key: str | None, result: str
 ) -> None:
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     guarded = controlled(needs_keys=True)
-    assert asyncio.run(reach(guarded, method, path, keys, **headers)) == result
+    assert await reach(guarded, method, path, keys, **headers) == result
     if result == "passed" and key:
-        assert asyncio.run(reach(guarded, method, path, keys, **headers)) == "RateLimited"
+        assert await reach(guarded, method, path, keys, **headers) == "RateLimited"
     elif result == "Forbidden":  # which is not counted
-        assert asyncio.run(reach(guarded, method, path, keys, **headers)) == "Forbidden"
+        assert await reach(guarded, method, path, keys, **headers) == "Forbidden"
 
 
-def test_without_keys_everybody_may_send_requests_to_an_accepted_host() -> None:
+async def test_without_keys_everybody_may_send_requests_to_an_accepted_host() -> None:
     open_to_all = controlled()
-    assert asyncio.run(reach(open_to_all, "POST", "/admin/reload")) == "passed"
-    assert asyncio.run(reach(open_to_all, "POST", "/embed", host="evil")) == "passed"
+    assert await reach(open_to_all, "POST", "/admin/reload") == "passed"
+    assert await reach(open_to_all, "POST", "/embed", host="evil") == "passed"
     local = controlled(frozenset({b"cloze"}))
-    assert asyncio.run(reach(local, "POST", "/embed", host="cloze:80")) == "passed"
-    assert asyncio.run(reach(local, "POST", "/embed", host="evil")) == "OtherHost"
-    assert asyncio.run(reach(local, "GET", "/health", host="evil")) == "OtherHost"
+    assert await reach(local, "POST", "/embed", host="cloze:80") == "passed"
+    assert await reach(local, "POST", "/embed", host="evil") == "OtherHost"
+    assert await reach(local, "GET", "/health", host="evil") == "OtherHost"
 
 
-# ---- connections -------------------------------------------------------------------------------
-
-
-class Greeter(asyncio.Protocol):
-    def connection_made(self, transport: Any) -> None:
-        transport.write(b"hello")
-        transport.close()
-
-
-def accepting(probes: dict[bytes, Any], *requests: bytes) -> list[bytes]:
-    """Return what clients receive that have sent requests before they are accepted."""
-
-    async def run() -> list[bytes]:
-        loop = asyncio.get_running_loop()
-        with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
-            clients = [socket.create_connection(listener.getsockname()) for _ in requests]
-            for client, request in zip(clients, requests, strict=True):
-                client.sendall(request)
-                client.setblocking(False)
-            acceptor = Acceptor(listener, Greeter, lambda: None, Probes(probes, frozenset()))
-            acceptor.begin()
-            received = [await asyncio.wait_for(loop.sock_recv(c, 999), 20) for c in clients]
-            acceptor.close()
-            await acceptor.wait_closed()
-            for client in clients:
-                client.close()
-            return received
-
-    return asyncio.run(run())
-
-
-def test_connections_are_accepted_and_probes_answered_at_once() -> None:
-    probe = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-    first, second, third = accepting({b"/health": lambda: b"up"}, b"x", probe, b"")
-    assert (first, third) == (b"hello", b"hello")
-    assert second.startswith(b"HTTP/1.1 200 OK")
-    assert second.endswith(b"\r\n\r\nup")
-
-
-def test_more_connections_than_one_turn_takes() -> None:
-    assert accepting({}, *[b"x"] * 40) == [b"hello"] * 40
-
-
-async def test_an_acceptor_accepts_from_its_begin_until_it_is_closed() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        acceptor = Acceptor(listener, Greeter, lambda: None, Probes({}, frozenset()))
-        with socket.create_connection(listener.getsockname()) as client:
-            client.setblocking(False)
-            await asyncio.sleep(0.05)
-            with pytest.raises(BlockingIOError):
-                client.recv(1)
-            acceptor.begin()
-            loop = asyncio.get_running_loop()
-            assert await asyncio.wait_for(loop.sock_recv(client, 9), 20) == b"hello"
-        acceptor.close()
-        acceptor.begin()
-        with socket.create_connection(listener.getsockname()) as client:
-            client.setblocking(False)
-            await asyncio.sleep(0.05)
-            with pytest.raises(BlockingIOError):
-                client.recv(1)
-        await acceptor.wait_closed()
-
-
-class FullOnce(socket.socket):
-    """A listening socket of a process that has run out of files once."""
-
-    number = errno.EMFILE
-    failed = 0
-
-    def accept(self) -> Any:
-        if not self.failed:
-            self.failed = 1
-            raise OSError(self.number, "Too many open files")
-        return super().accept()
-
-
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM])
-async def test_a_process_without_files_accepts_again_after_a_pause(
-    number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(acceptor_module, "_PAUSE_S", 0.01)
-    monkeypatch.setattr(FullOnce, "number", number)
-
-    loop = asyncio.get_running_loop()
-    with FullOnce() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        acceptor = Acceptor(listener, Greeter, lambda: None, Probes({}, frozenset()))
-        acceptor.begin()
-        with socket.create_connection(listener.getsockname()) as client:
-            client.setblocking(False)
-            assert await asyncio.wait_for(loop.sock_recv(client, 9), 20) == b"hello"
-        acceptor.close()
-        await acceptor.wait_closed()
-    assert caplog.messages == ["connections wait: Too many open files"]
-
-
-async def test_connections_of_clients_that_have_gone_are_closed() -> None:
-    """A client that speaks no TLS, and one that is gone before its handshake."""
-
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        probe = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-        plain = socket.create_connection(listener.getsockname())
-        plain.sendall(probe)
-        gone = socket.create_connection(listener.getsockname())
-        gone.close()
-        acceptor = Acceptor(
-            listener, Greeter, lambda: context, Probes({b"/health": lambda: b"up"}, frozenset())
-        )
-        acceptor.begin()
-        plain.setblocking(False)
-        loop = asyncio.get_running_loop()
-        received = b""
-        with contextlib.suppress(ConnectionError):
-            received = await asyncio.wait_for(loop.sock_recv(plain, 999), 20)
-        assert not received.startswith(b"HTTP"), "with TLS, nobody answers in plain text"
-        acceptor.close()
-        await acceptor.wait_closed()
-        plain.close()
-
-
-def test_probes_are_answered_under_any_address_and_nothing_else_is() -> None:
+async def test_probes_are_answered_under_any_address_and_nothing_else_is() -> None:
     control = controlled(frozenset({b"cloze"}), by_address=frozenset({"/health"}))
     addresses = ["10.0.0.7", "10.0.0.7:8000", "[fd00::7]:8000", "[fd00::7]", " 10.0.0.7 "]
     for host in addresses:
-        assert asyncio.run(reach(control, "GET", "/health", host=host)) == "passed", host
-        assert asyncio.run(reach(control, "POST", "/embed", host=host)) == "OtherHost", host
+        assert await reach(control, "GET", "/health", host=host) == "passed", host
+        assert await reach(control, "POST", "/embed", host=host) == "OtherHost", host
     for host in ("evil.example", "10.0.0.7.evil.example", "10.0.0", "", "[", "fd00::7"):
-        assert asyncio.run(reach(control, "GET", "/health", host=host)) == "OtherHost", host
+        assert await reach(control, "GET", "/health", host=host) == "OtherHost", host

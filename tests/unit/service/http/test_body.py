@@ -133,25 +133,6 @@ async def test_a_request_within_its_time_is_left_alone() -> None:
     assert asyncio.all_tasks() == before
 
 
-async def test_a_slow_body_leaves_the_answer_its_whole_time() -> None:
-    asked = timed(2.0, b"12", 1.5, b"3")
-    with limits_of().request(asked) as served:
-        assert served is record_of(asked)
-        assert served.deadline == 2.0
-        await limits_of().read(asked, 99)
-        assert served.deadline == 3.5, "which the scheduler reads too"
-
-
-async def test_a_request_that_waited_before_has_less_time() -> None:
-    asked, late = timed(2.0, b"1"), timed(2.0, b"1")
-    await asyncio.sleep(1.5)
-    with pytest.raises(DeadlineExceeded):
-        await read(limits_of(), asked, answer_s=0.6)
-    await asyncio.sleep(5)
-    with pytest.raises(DeadlineExceeded):
-        await read(limits_of(), late, answer_s=0.1)
-
-
 async def test_the_terms_that_a_request_states() -> None:
     with refused("invalid_value", 1, 300000):
         await read(limits_of(), request(x_request_timeout_ms="300001"))

@@ -194,14 +194,6 @@ async def test_half_of_the_wait_is_kept_for_those_that_come_back() -> None:
     assert await gated.ask(connection=Open()) is None, "nobody is due any more"
 
 
-async def test_what_it_is_told_is_true_when_its_late_answer_arrives() -> None:
-    gated, connection = Gated(Waiting(2.3)), Open()
-    assert await gated.told_s(connection=connection) == pytest.approx(0.3)
-    await asyncio.sleep(0.1)
-    assert await gated.told_s(connection=connection) == pytest.approx(0.05)
-    assert gated.held_s == pytest.approx(0.25), "0.4 s after the first refusal"
-
-
 async def test_refusals_behind_the_door_are_spread_and_held_too() -> None:
     gated = Gated(Waiting(0.0))
 

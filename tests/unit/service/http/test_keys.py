@@ -14,7 +14,6 @@ from cloze.service.errors import Overloaded, RateLimited, StartupError
 from cloze.service.http.errors import describe_error, rejection
 from cloze.service.http.keys import Key, KeyEntry, Keys
 from cloze.service.http.record import Callers, Paths, timeout_s
-from cloze.service.http.watched_files import WatchedFiles
 from tests.support.refusals import refused
 
 
@@ -214,18 +213,6 @@ def test_a_changed_file_is_read_again_and_counts_go_on(
     assert keys.find(b"Bearer second") is None
     assert keys.find(b"Bearer other") is not two
     assert keys.find(b"Bearer first") is not one, "its entry is another"
-
-
-def test_files_whose_permissions_change_are_read_again(tmp_path: Path) -> None:
-    file, modes = file_of(tmp_path / "keys", one="first"), []
-    files = WatchedFiles([file], lambda: modes.append(file.stat().st_mode & 0o777), "keys")
-    files.read()
-    files.look()
-    first = file.stat()
-    while file.stat().st_ctime_ns == first.st_ctime_ns:  # its clock has ticks of milliseconds
-        file.chmod(0o640)
-    files.look()
-    assert modes == [first.st_mode & 0o777, 0o640]
 
 
 NO_FLOAT = f"[a]\nsha256 = '{'0' * 64}'\nscopes = ['admin']\ntokens_per_minute = {'9' * 400}"

@@ -101,10 +101,7 @@ def test_routes_without_bodies() -> None:
     made = written(Route("GET", "/x", handler, nothing), Route("POST", "/x", handler, something))
     assert set(made["paths"]["/x"]) == {"get", "post"}
     operation = made["paths"]["/x"]["get"]
-    assert operation["operationId"] == "get_x"
     assert set(operation) == {"operationId", "summary", "tags", "responses"}
-    assert set(operation["responses"]) == {"200"}
-    assert set(operation["responses"]["200"]) == {"description", "headers"}
     assert list(operation["responses"]["200"]["headers"]) == ["x-request-id"]
     assert "examples" not in made["paths"]["/x"]["post"]["requestBody"]["content"][JSON]
     only_text = RouteDoc("a", "b", list[str], Wrong)

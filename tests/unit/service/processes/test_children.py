@@ -257,21 +257,6 @@ def test_a_child_reports_and_its_end_is_seen(listener: socket.socket, tmp_path: 
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_children_end_in_time_or_are_killed(listener: socket.socket) -> None:
-    polite, stubborn = made(listener), made(listener)
-    ignoring = "import signal, sys, time; signal.signal(15, signal.SIG_IGN); print(); sys.stdout.flush(); time.sleep(60)"
-    polite.process = subprocess.Popen(SLEEPS)
-    process = subprocess.Popen([sys.executable, "-S", "-c", ignoring], stdout=subprocess.PIPE)
-    stubborn.process = process
-    assert process.stdout is not None
-    process.stdout.readline()
-    idle = made(listener)
-    end_all([polite, stubborn, idle], 0.2)
-    assert polite.process.returncode == -signal.SIGTERM
-    assert process.returncode == -signal.SIGKILL
-    process.stdout.close()
-
-
 # ---- ends --------------------------------------------------------------------------------------
 
 

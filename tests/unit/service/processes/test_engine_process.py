@@ -27,7 +27,6 @@ from cloze.service.processes.children import ChildConfig
 from cloze.service.processes.engine_process import EngineServer, FrontEndChannel, _exit_soon
 from cloze.service.processes.frontend import EngineLink, RemoteQueue
 from cloze.service.settings import Settings
-from tests.http.test_tracing import collecting
 from tests.support import encodings
 from tests.support.encodings import submit
 from tests.support.fake_engine import FakeEngine
@@ -202,29 +201,6 @@ async def test_a_front_end_that_leaves_cancels_its_requests_only(process: Proces
     assert process.server.channels == {channel}
 
 
-async def test_a_process_serves_until_its_last_front_end_has_left(
-    process: Process, tmp_path: Path
-) -> None:
-    path = tmp_path / "e.sock"
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(path))
-        listener.listen()
-        serving = asyncio.ensure_future(process.server.serve(listener))
-        _, writer = await asyncio.open_unix_connection(path)
-        async with asyncio.timeout(20):
-            while len(process.server.channels) < 2:
-                await asyncio.sleep(0.001)
-        process.server.stopping.set()
-        process.channel.lost()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert not serving.done()
-        writer.close()
-        async with asyncio.timeout(20):
-            await serving
-        assert listener.fileno() == -1
-
-
 # ---- the whole process --------------------------------------------------------------------------
 
 
@@ -303,15 +279,6 @@ async def asked(path: Path, fork: Fork) -> None:
             fork.send(signal.SIGTERM)
         connecting.cancel()
         await asyncio.gather(connecting, return_exceptions=True)
-
-
-def test_a_process_sends_its_last_spans(path: Path) -> None:
-    with collecting() as (collector, url):
-        with engine_fork(path, lambda *_: FakeEngine(), traces_endpoint=url) as (fork, _):
-            ask(path, b"embedding", trace=f"00-{'a' * 32}-{'b' * 16}-01")
-            fork.send(signal.SIGTERM)
-            assert fork.code() == 0, fork.log
-        assert len(collector.spans) == 1
 
 
 def test_a_process_that_cannot_start_says_why(path: Path) -> None:

@@ -1,7 +1,6 @@
 """Messages between processes arrive as they were sent, field by field."""
 
 import asyncio
-import logging
 import socket
 import struct
 from collections.abc import Sequence
@@ -271,24 +270,6 @@ async def test_a_message_that_is_not_handled_closes_the_connection(
     assert await fed(framed(b"one", b"drop", b"three")) == ([b"one", b"drop"], True)
     assert await fed(framed(b"one", b"raise", b"three")) == ([b"one"], True)
     assert "the connection to the peer is closed: a malformed message (KeyError" in caplog.text
-
-
-async def test_the_end_is_reported_once_and_a_partial_message_is_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async def run(last: bytes) -> Recorder:
-        recorder = Recorder()
-        with await connected(recorder) as theirs:
-            theirs.send(last)
-        await recorder.ended.wait()
-        return recorder
-
-    recorder = await run(framed(b"one"))
-    assert (recorder.messages, recorder.ends, caplog.text) == ([b"one"], 1, "")
-    assert (await run(framed(b"one")[:-1])).ends == 1
-    assert caplog.record_tuples == [
-        ("cloze", logging.WARNING, "the peer disconnected in the middle of a message")
-    ]
 
 
 async def test_a_peer_that_leaves_too_much_unread_is_dropped() -> None:

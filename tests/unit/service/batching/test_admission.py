@@ -137,17 +137,6 @@ def test_a_rate_is_measured_while_others_wait() -> None:
     assert rate.per_s == pytest.approx(800 + 0.3 * (100 - 800))
 
 
-def test_a_window_of_more_than_ten_seconds_is_dropped() -> None:
-    rate = DrainRate()
-    rate.count(0.0, 10, waiting=True)
-    rate.count(10.0, 100, waiting=True)
-    assert rate.per_s == 10
-    rate.count(20.1, 1000, waiting=True)
-    assert rate.per_s == 10
-    rate.count(21.1, 100, waiting=True)
-    assert rate.per_s == pytest.approx(10 + 0.3 * 90)
-
-
 def test_a_model_that_begins_to_work_slows_the_others_at_once() -> None:
     full = Full(workers=1)
     full.put(100)
@@ -182,16 +171,6 @@ def test_a_request_waits_for_its_line_while_others_get_as_much() -> None:
     full.put(1, "b")
     # At most all that waits, but never less than what waits in the line itself.
     assert full.wait("a", 10, 4.0, 50) == ExpectedWait(10.0, 4.0)
-
-
-def test_a_wait_counts_all_lines_and_clients() -> None:
-    full = Full()
-    for client in "abc":
-        full.put(30, client)
-        full.put(200, client)
-    # 30 in the line, two lines, three clients: 180; 690 wait.
-    assert full.wait("a", 10, None) == ExpectedWait(18.0, 6.0)
-    assert full.wait("a", 200, None) == ExpectedWait(69.0, 89.0)
 
 
 # ---- refusals -----------------------------------------------------------------------------------

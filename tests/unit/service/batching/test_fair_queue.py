@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloze.model_store.batch import Encoding
-from cloze.service.batching.fair_queue import Batch, Demand, FairQueue, LineKey, Submission, Terms
+from cloze.service.batching.fair_queue import Batch, FairQueue, LineKey, Submission, Terms
 from cloze.service.core import MAX_BATCH_VOCABULARY_ROWS, MAX_PADDING_FACTOR, BatchFill
 from tests.support.encodings import encoding
 
 SHORT = LineKey.of(1, None)
 LONG = LineKey.of(10_000, None)
-HASTY = LineKey.of(1, 2.0)
 BULK = LineKey.of(1, None, is_bulk=True)
 FOREVER = float("inf")
 
@@ -118,16 +117,6 @@ def test_clients_and_their_lines_take_turns_by_tokens(other: str) -> None:
     lengths = [length for _ in range(8) for length in queue.took(1)]
     assert lengths[2:] == [5, 6, 11, 7, 12, 13]
     assert set(lengths[:2]) == {10, 4}
-
-
-@pytest.mark.parametrize("same_client", [False, True])
-def test_each_line_pays_for_its_own_part_of_a_batch(same_client: bool) -> None:
-    queue = Queue()
-    names = ("a", "a" if same_client else "b")
-    queue.put(names[0], 5, 5, 7, key=SHORT)
-    queue.put(names[1], 5, 8, key=HASTY)
-    assert queue.took() == [5, 5, 5]
-    assert queue.took() == [8], "it has received 5, and the other 10"
 
 
 def test_a_client_that_waits_keeps_its_turn_when_more_arrives() -> None:
@@ -405,19 +394,6 @@ def test_sums_are_those_of_the_encodings_in_memory(
 
 
 # ---- demand ------------------------------------------------------------------------------------
-
-
-def test_slack_is_the_time_until_the_first_due_less_the_work() -> None:
-    demand = Demand()
-    demand.add(10.05, 20)
-    assert demand.slack_s(3.0, 10.0) == pytest.approx(5.0), "dues are rounded down to 0.1 s"
-    assert demand.slack_s(9.0, 10.0) == pytest.approx(-1.0)
-    demand.add(50.0, 1000)
-    assert demand.slack_s(3.0, 10.0) == pytest.approx(-55.0), "50 - 3 - 102"
-    demand.add(50.0, -1000)
-    assert demand.slack_s(3.0, 10.0) == pytest.approx(5.0)
-    demand.add(10.05, -5)
-    assert demand.slack_s(3.0, 10.0) == pytest.approx(5.5)
 
 
 # ---- bulk --------------------------------------------------------------------------------------

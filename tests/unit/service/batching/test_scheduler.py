@@ -223,21 +223,6 @@ def test_a_batch_has_what_runs_within_the_latency(
         assert made._batch_tokens == tokens
 
 
-def test_a_dead_engine_runs_nothing_more() -> None:
-    made = stepped()
-    (worker, _) = made.workers
-    future = submit(made, [sized(10)], later())
-    made.look(worker)
-    made._die("it hangs")
-    made.run(worker)
-    engine: Any = made._engine
-    assert engine.batches == []
-    assert str(future.exception(0)) == "the engine is dead: it hangs"
-    assert made.deaths == ["it hangs"]
-    made._die("again")
-    assert (made.deaths, made.dead_reason) == (["it hangs"], "it hangs")
-
-
 # ---- requests -----------------------------------------------------------------------------------
 
 
@@ -329,21 +314,6 @@ def test_a_dead_engine_fails_everything_and_its_threads_end() -> None:
         with refused("engine_dead"):
             submit(made, [sized(5)], later())
     assert deaths == [reason]
-
-
-def test_a_worker_that_ends_takes_the_engine_with_it() -> None:
-    deaths: list[str] = []
-
-    def fail(_: BatchReport) -> None:
-        raise KeyboardInterrupt
-
-    activity = Activity()
-    with running(FakeEngine(), on_batch=fail, on_dead=deaths.append, activity=activity) as made:
-        future = submit(made, [sized(5)], later())
-        assert type(future.exception(20)) is EngineDead
-        wait_until(lambda: alive(made) == [])
-        assert deaths == ["a worker ended with KeyboardInterrupt"]
-        assert activity.busy == 0
 
 
 # ---- the watchdog ------------------------------------------------------------------------------

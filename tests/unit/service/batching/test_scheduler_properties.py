@@ -223,24 +223,3 @@ def test_an_engine_that_is_lost_while_nobody_asks_is_dead(workers: int) -> None:
         reason = deaths.get(timeout=WAIT_S)
     assert reason == "it could not repeat its golden outputs while idle (RuntimeError)"
     assert scheduler.dead_reason == reason
-
-
-def test_no_canary_runs_beside_a_batch_or_before_a_request() -> None:
-    class Canary(FakeEngine):
-        def probe(self) -> None:
-            self.gate.wait()
-
-    engine = Canary()
-    with running(engine, workers=2, canary_s=0.01) as scheduler:
-        engine.gate.clear()
-        wait_until(lambda: bool(scheduler._on_long_texts))  # the canary runs
-        busy = submit(scheduler, [sized(3)], later())
-        assert engine.entered.wait(WAIT_S), "the request runs beside it"
-        engine.gate.set()
-        assert sums(busy) == [3.0]
-        engine.gate.clear()
-        engine.entered.clear()
-        submit(scheduler, [sized(3)], later())
-        assert engine.entered.wait(WAIT_S)
-        with scheduler._lock:
-            assert not scheduler._is_canary_due or not scheduler._on_long_texts

@@ -118,18 +118,6 @@ def test_after_the_system_forbids_a_call_there_is_no_other(
     assert len(affinity.calls) == 1
 
 
-def test_a_thread_that_has_ended_is_forgotten(affinity: FakeAffinity, callers: Callers) -> None:
-    first, second = callers
-    second.run()
-    affinity.error = ProcessLookupError
-    first.run()
-    first.run()
-    assert affinity.new_calls() == [(second.id, {1, 2})]
-    affinity.error = None
-    first.begin(HELPER)
-    assert affinity.new_calls() == [(HELPER, {1, 2})]
-
-
 @pytest.mark.skipif(
     not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2,
     reason="the system has no affinity, or one CPU",

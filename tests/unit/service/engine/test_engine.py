@@ -1,18 +1,15 @@
 """The engine on a graph made by hand: its device, its golden outputs, and how it runs batches."""
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
-from onnx import TensorProto, helper
 
 from cloze.model_store import Bundle
 from cloze.model_store.installation import install_command
@@ -23,46 +20,14 @@ from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import Device
 from cloze.service.engine import session as sessions
 from cloze.service.engine.cpu_places import SpreadSession
-from cloze.service.engine.onnx_engine import OnnxEngine
+from cloze.service.engine.onnx_engine import OnnxEngine, SessionOptions
 from cloze.service.engine.session import CUDA, CpuSession
 from cloze.service.errors import EngineFailed, StartupError
 from tests.support.encodings import encoding, submit
-from tests.unit.service.tasks.model import VOCABULARY, manifest
+from tests.unit.service.engine.mean_graph import TABLE, mean, write_graph
+from tests.unit.service.tasks.model import manifest
 
-TABLE = np.random.default_rng(0).uniform(-0.5, 0.5, (len(VOCABULARY), 4)).astype(np.float32)
 IDS = [[1, 2, 3], [4, 5, 6]]
-
-
-def mean(ids: Sequence[int]) -> list[float]:
-    return TABLE[list(ids)].mean(0).tolist()
-
-
-def write_graph(file: Path) -> None:
-    """Write a graph whose embedding is the mean of the vectors of the tokens."""
-    nodes = [
-        helper.make_node("Gather", ["embeddings.word", "input_ids"], ["hidden"]),
-        helper.make_node("ReduceMean", ["hidden", "axes"], ["pooled"], keepdims=0),
-        helper.make_node("Gather", ["pooled", "embed_sequences"], ["embeddings"]),
-    ]
-    inputs = [
-        helper.make_tensor_value_info(name, TensorProto.INT32, shape)
-        for name, shape in (
-            ("input_ids", ["B", "S"]), ("token_type_ids", ["B", "S"]), ("embed_sequences", ["E"]),
-        )
-    ]  # fmt: skip
-    output = helper.make_tensor_value_info("embeddings", TensorProto.FLOAT, ["E", 4])
-    weights = [
-        onnx.numpy_helper.from_array(TABLE, "embeddings.word"),
-        *(
-            onnx.numpy_helper.from_array(np.zeros(shape, np.float32), name)
-            for name, shape in manifest(tasks=["embed"]).table_shapes().items()
-            if name != "embeddings.word"
-        ),
-        onnx.numpy_helper.from_array(np.array([1]), "axes"),
-    ]
-    body = helper.make_graph(nodes, "g", inputs, [output], weights)
-    model = helper.make_model(body, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-    onnx.save_model(model, str(file))
 
 
 def golden(ids: Sequence[Sequence[int]], off: float = 0.0) -> dict[str, Any]:
@@ -178,18 +143,24 @@ def test_a_graph_that_does_not_load_is_refused(bundle: Bundle) -> None:
     assert opened == [], "a graph is checked before a runtime opens it"
 
 
+def test_the_options_reach_the_session(bundle: Bundle) -> None:
+    options = SessionOptions(threads=2, alone_threads=3)
+    engine: Any = OnnxEngine(bundle, Device.CPU, options=options)
+    assert engine._session.side_by_side.get_session_options().intra_op_num_threads == 2
+    np.testing.assert_allclose(embeddings(engine, [1, 2], alone=True), [mean([1, 2])], rtol=1e-5)
+    assert engine._alone is engine._session.alone
+    assert engine._alone.get_session_options().intra_op_num_threads == 3
+
+
 HUGE = 11
 """The id of a token whose vector overflows if it is added to itself."""
 
 
-def test_numbers_that_overflow_are_the_error_of_their_text_alone(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numbers_that_overflow_are_the_error_of_their_text_alone(bundle: Bundle) -> None:
     """Other servers answer with vectors of null."""
     table = TABLE.copy()
     table[HUGE] = 3e38
-    monkeypatch.setattr(sys.modules[__name__], "TABLE", table)
-    write_graph(bundle.path / "g.onnx")
+    write_graph(bundle.path / "g.onnx", table)
     engine = OnnxEngine(bundle, Device.CPU)
     batch = [encoding(ids, embed=True) for ids in ([1, 2], [HUGE, HUGE], [3, HUGE])]
     with pytest.raises(FloatingPointError):
@@ -207,7 +178,8 @@ def test_numbers_that_overflow_are_the_error_of_their_text_alone(
         expected = "the engine cannot run sequence 2 of 3 of this request (FloatingPointError)"
         assert str(error) == expected
         [result] = other.result(60).outputs
-        np.testing.assert_allclose(result["embedding"].array, mean([3, HUGE]), rtol=1e-5)
+        expected_mean = table[[3, HUGE]].mean(0)
+        np.testing.assert_allclose(result["embedding"].array, expected_mean, rtol=1e-5)
         assert scheduler.dead_reason is None
     finally:
         scheduler.close()

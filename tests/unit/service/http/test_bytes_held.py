@@ -75,9 +75,8 @@ async def test_the_first_body_of_a_client_may_pass_its_half(most: int) -> None:
     assert (await held(budget, "a", 150)).size == 150
     assert not (await asking(budget, "a", 1)).done()
     other = ByteBudget("bodies", most)
-    half = await held(other, "a", most - most // 2)
+    await held(other, "a", most - most // 2)
     assert not (await asking(other, "a", 1)).done(), "an odd byte belongs to the half"
-    assert half.size >= most / 2
 
 
 async def test_the_first_hold_of_all_may_pass_the_limit() -> None:

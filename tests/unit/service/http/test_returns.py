@@ -165,15 +165,6 @@ def test_a_time_is_given_back_by_who_is_admitted_early_or_leaves() -> None:
     made.returns.closed(Open(), 101.0)
 
 
-def test_a_request_that_is_refused_after_the_gate_did_not_come_back_as_told() -> None:
-    made, connection = Told(), Open()
-    made.refuse(connection, 100.0)
-    for number in range(3):
-        now = 100.1 + number / 10
-        made.admit(connection, now)
-        assert made.refuse(connection, now)[1] == pytest.approx(0.25 * 2**number)
-
-
 def test_other_lines_of_a_client_are_no_way_around_the_holds() -> None:
     made, connection = Told(), Open()
     lines = [LINE._replace(patience=number % 2) for number in range(4)]

@@ -101,21 +101,6 @@ def test_an_answer_has_an_id_and_its_model() -> None:
     assert world.metrics.in_flight == 0
 
 
-def test_routes_are_those_that_are_known() -> None:
-    async def plain(scope: Any, receive: Any, send: Any) -> None:
-        assert world.metrics.in_flight == 1
-        await PlainTextResponse("x", 404)(scope, receive, send)
-
-    world = World(plain)
-    for path, route in (("/of/a", "/of/{x}"), ("/secret", None)):
-        world.sent.clear()
-        asyncio.run(world.ask(path, route))
-        assert f'"route":"{route or OTHER_ROUTE}"' in world.lines[-1]
-        assert b"x-model" not in world.headers
-        assert '"model"' not in world.lines[-1]
-    assert not any("secret" in line for line in (*world.series(), *world.lines))
-
-
 def test_the_time_of_a_request_begins_when_it_arrived() -> None:
     world = World(answers, VirtualClock(10.0))
     asyncio.run(world.ask(arrived=8.0))

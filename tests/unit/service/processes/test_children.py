@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from cloze.service.errors import StartupError
-from cloze.service.processes.children import Child, ChildConfig, end_all, listen_for_front_ends
+from cloze.service.processes.children import Child, ChildConfig, end_all
 from cloze.service.settings import Settings
 from tests.support.leaping_loop import LEAPING
 from tests.support.virtual_time import LOOP_CLOCK, VirtualClock
@@ -273,15 +272,6 @@ class Process:
         if timeout is not None and not self.ends:
             self.clock.now += timeout
             raise subprocess.TimeoutExpired(self.name, timeout)
-
-
-def test_a_path_that_is_too_long_leaves_no_socket(tmp_path: Path) -> None:
-    path = tmp_path / ("x" * 100) / "engine-0.sock"
-    path.parent.mkdir()
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    with pytest.raises(StartupError, match=r"engine-0\.sock: .*; set TMPDIR to a short path"):
-        listen_for_front_ends(path)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_all_children_share_one_time(listener: socket.socket) -> None:

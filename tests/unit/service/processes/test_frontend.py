@@ -133,20 +133,6 @@ def test_a_front_end_answers_and_ends(tmp_path: Path, engine: socket.socket) -> 
     assert list(tmp_path.glob("*_frontend-1.db"))
 
 
-def test_a_front_end_without_an_engine_answers_probes(
-    tmp_path: Path, engine: socket.socket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(frontend, "_ENGINE_WAIT_S", 0.1)
-    publish(tmp_path / "store")
-    with front_end(tmp_path) as server:
-        server.until_ready()
-        assert server.ask("GET", "/healthz")[0] == 200
-        assert server.ask("GET", "/readyz")[0] == 503
-        server.fork.send(signal.SIGTERM)
-        assert server.fork.code() == 0
-    assert engine.fileno() != -1
-
-
 def test_a_front_end_whose_bundle_does_not_open_says_why(
     tmp_path: Path, engine: socket.socket
 ) -> None:

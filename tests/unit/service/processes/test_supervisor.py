@@ -6,14 +6,11 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-from prometheus_client.mmap_dict import MmapedDict
 
 from cloze.service.core import Device
 from cloze.service.errors import StartupError
@@ -44,7 +41,7 @@ class Server:
         self.folder = folder / "shared"
         self.folder.mkdir()
         self.store = folder / "store"
-        self.reference = publish(self.store)
+        publish(self.store)
         self.interpreter = folder / "python"
         self.interpreter.symlink_to(sys.executable)
         self.command = (str(self.interpreter), *COMMAND[1:])
@@ -72,11 +69,9 @@ class Server:
     def until(self, text: str, times: int = 1) -> None:
         wait_until(lambda: self.fork.log.count(text) >= times)
 
-    def tell(self, what: str, name: str = "", value: str = "") -> Path:
-        """Write a file that a child follows; return it."""
-        file = self.folder / "-".join(filter(None, (what, name)))
-        file.write_text(value)
-        return file
+    def tell(self, what: str, name: str, value: str = "") -> None:
+        """Write a file that a child follows."""
+        (self.folder / f"{what}-{name}").write_text(value)
 
     @property
     def events(self) -> list[tuple[str, str, int]]:
@@ -93,11 +88,6 @@ class Server:
     @property
     def alive(self) -> set[str]:
         return {name for event, name, pid in self.events if event == "start" and is_alive(pid)}
-
-    def restarts(self, kind: str) -> float:
-        (file,) = self.folder.glob("counter_supervisor.db")
-        values: Any = MmapedDict.read_all_values_from_file(str(file))
-        return sum(value for key, value, *_ in values if json.loads(key)[2].get("kind") == kind)
 
     def stop(self) -> int:
         self.fork.send(signal.SIGTERM)
@@ -170,20 +160,6 @@ def test_a_child_that_does_not_start_ends_the_server(
         assert server.alive == set()
 
 
-def test_a_child_that_dies_is_started_again(server: Server) -> None:
-    with server.serving():
-        assert [server.restarts(kind) for kind in ("engine", "frontend")] == [0, 0]
-        os.kill(server.pids("engine-1")[0], signal.SIGKILL)
-        wait_until(lambda: len(server.pids("engine-1", "ready")) == 2)
-        assert "engine-1 ended with -9; it starts again in 0.25 s" in server.fork.log
-        os.kill(server.pids("frontend-0")[0], signal.SIGTERM)
-        wait_until(lambda: len(server.pids("frontend-0", "ready")) == 2)
-        os.kill(server.pids("frontend-0")[1], signal.SIGTERM)
-        wait_until(lambda: len(server.pids("frontend-0", "ready")) == 3)
-        assert [server.restarts(kind) for kind in ("engine", "frontend")] == [1, 2]
-        assert server.names("start").count("engine-0") == 1
-
-
 def test_a_hangup_is_answered_in_the_log_and_changes_nothing(server: Server) -> None:
     with server.serving():
         publish(server.store)
@@ -211,24 +187,3 @@ def test_several_engines_need_front_ends_and_cuda(
 ) -> None:
     with pytest.raises(StartupError, match=f"gpus is 2, .*{message}"):
         supervise(Settings(gpus=2, frontends=frontends, device=device), ("/no/such/program",))
-
-
-def test_a_server_leaves_no_folder(
-    server: Server,
-    tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    folders = tmp_path_factory.mktemp("f")  # the path of a socket has at most 107 bytes
-    monkeypatch.setattr(tempfile, "tempdir", str(folders))
-    monkeypatch.setenv("CLOZE_GUPS", "1")
-    settings = Settings(model_store=server.store, frontends=1, port=0, log_format="json")
-    with forked(lambda: supervise(settings, server.command), tmp_path / "output") as fork:
-        wait_until(lambda: "1 front ends are ready" in fork.log)
-        (folder,) = folders.iterdir()
-        assert folder.name.startswith("cloze-")
-        assert all(json.loads(line) for line in fork.log.splitlines())
-        assert "the variable CLOZE_GUPS is not a setting" in fork.log
-        fork.send(signal.SIGTERM)
-        assert fork.code() == 0
-        assert not list(folders.iterdir())

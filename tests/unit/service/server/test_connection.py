@@ -357,20 +357,6 @@ async def test_headers_must_arrive_in_time(reasons: Callable[[], list[str]]) -> 
     assert reasons() == ["the headers of its request did not arrive in time"]
 
 
-async def test_headers_behind_a_request_keep_their_time_when_it_is_answered(
-    reasons: Callable[[], list[str]],
-) -> None:
-    world = World()
-    transport = world.connect()
-    transport.protocol.data_received(post("/hang") + GET[:9])
-    await asyncio.sleep(3)
-    world.release.set()
-    await asyncio.sleep(20)
-    assert statuses(transport) == [200]
-    assert transport.closed_at == pytest.approx(10.0)
-    assert reasons() == ["the headers of its request did not arrive in time"]
-
-
 async def test_a_connection_that_sends_headers_makes_room_for_a_new_one() -> None:
     world = World(most=1)
     begun = world.connect()

@@ -84,6 +84,11 @@ class Full:
             return error
         return None
 
+    def refused(self, *asked: Any, **options: Any) -> Overloaded:
+        error = self.refusal(*asked, **options)
+        assert error is not None
+        return error
+
 
 def test_bulk_requests_have_a_tenth_of_the_rate_beside_others_and_else_all() -> None:
     full, alone = Full(), Full()
@@ -121,13 +126,6 @@ def test_a_queue_that_drains_slowly_has_that_rate() -> None:
     assert full.admission.rate == 120, "at least a fifth of the rate of batches"
 
 
-def test_a_queue_that_is_empty_measures_no_rate() -> None:
-    full = Full(workers=2)
-    for _ in range(3):
-        full.ended(100, 5.0, after_s=1.0)
-    assert full.admission.rate == pytest.approx(10)
-
-
 def test_a_rate_is_measured_while_others_wait() -> None:
     rate = DrainRate()
     rate.count(0.0, 999, waiting=True)  # began before the window
@@ -137,39 +135,6 @@ def test_a_rate_is_measured_while_others_wait() -> None:
     assert rate.per_s == 800
     rate.count(0.75, 50, waiting=True)
     assert rate.per_s == pytest.approx(800 + 0.3 * (100 - 800))
-
-
-def test_an_idle_queue_has_no_rate() -> None:
-    rate = DrainRate()
-    rate.count(0.0, 10, waiting=True)
-    rate.count(0.2, 10, waiting=False)
-    rate.count(5.0, 10, waiting=True)
-    rate.count(5.5, 100, waiting=False)
-    assert rate.per_s == 200
-    rate.count(6.5, 100, waiting=False)
-    assert rate.per_s == 200
-
-
-def test_a_window_of_more_than_ten_seconds_is_dropped() -> None:
-    rate = DrainRate()
-    rate.count(0.0, 10, waiting=True)
-    rate.count(10.0, 100, waiting=True)
-    assert rate.per_s == 10
-    rate.count(20.1, 1000, waiting=True)
-    assert rate.per_s == 10
-    rate.count(21.1, 100, waiting=True)
-    assert rate.per_s == pytest.approx(10 + 0.3 * 90)
-
-
-def test_the_rate_falls_while_more_workers_are_busy_than_were_measured() -> None:
-    rate = DrainRate()
-    rate.count(0.0, 10, busy=8, waiting=True)  # began before the window
-    rate.count(0.2, 25, busy=1, waiting=True)
-    rate.count(0.5, 75, busy=3, waiting=True)
-    assert rate.per_s == 200
-    assert rate.busy == 2.5, "the mean of the tokens"
-    rate.count(1.0, 100, busy=5, waiting=True)
-    assert rate.busy == pytest.approx(2.5 + 0.3 * 2.5)
 
 
 def test_a_model_that_begins_to_work_slows_the_others_at_once() -> None:
@@ -208,24 +173,6 @@ def test_a_request_waits_for_its_line_while_others_get_as_much() -> None:
     assert full.wait("a", 10, 4.0, 50) == ExpectedWait(10.0, 4.0)
 
 
-def test_nothing_is_expected_before_the_first_batch() -> None:
-    full = Full()
-    full.admission.tokens_per_s = 0.0
-    full.put(20)
-    assert full.admission.expected_wait("a", LineKey(0, 0), 10, 99) == ExpectedWait(0.0, 0.0, 0, 20)
-    assert full.refusal(10, 0.001) is None
-
-
-def test_a_wait_counts_all_lines_and_clients() -> None:
-    full = Full()
-    for client in "abc":
-        full.put(30, client)
-        full.put(200, client)
-    # 30 in the line, two lines, three clients: 180; 690 wait.
-    assert full.wait("a", 10, None) == ExpectedWait(18.0, 6.0)
-    assert full.wait("a", 200, None) == ExpectedWait(69.0, 89.0)
-
-
 # ---- refusals -----------------------------------------------------------------------------------
 
 
@@ -233,19 +180,13 @@ def test_a_line_may_take_half_of_what_is_left() -> None:
     full = Full(max_tokens=100)
     full.put(40)
     assert full.refusal(20, 1000.0) is None
-    error = full.refusal(25, 1000.0)
-    assert error is not None
+    error = full.refused(25, 1000.0)
     assert error.reason is Rejection.QUEUE_FULL
     assert error.retry_after_s == pytest.approx(0.5)
-    assert str(error) == (
-        "the queue holds 40 tokens, 40 of them like this request's 25; together they would be "
-        "more than the 60 that are left of the limit of 100"
-    )
     assert full.refusal(60, 1000.0, "b") is None, "nothing waits in its line"
     assert full.refusal(61, 1000.0, "b") is not None
     full.admission.tokens_per_s = 0.0
-    error = full.refusal(25, 1000.0)
-    assert error is not None
+    error = full.refused(25, 1000.0)
     assert error.retry_after_s == 1
 
 
@@ -254,12 +195,10 @@ def test_a_request_that_would_wait_for_too_long_is_refused() -> None:
     full.put(40)
     assert full.refusal(1, 1000.0) is None
     full.put(3)
-    error = full.refusal(1, 1000.0)
-    assert error is not None
+    error = full.refused(1, 1000.0)
     assert error.reason is Rejection.WAIT
     assert error.retry_after_s == pytest.approx(0.3)
     assert error.each_s == pytest.approx(0.1)
-    assert str(error) == ("the request would wait about 4.3 s; CLOZE_MAX_QUEUE_WAIT_MS allows 4 s")
 
 
 def test_a_request_that_states_its_time_waits_for_half_of_it() -> None:
@@ -267,13 +206,8 @@ def test_a_request_that_states_its_time_waits_for_half_of_it() -> None:
     full.put(19, timeout_s=4.0)
     assert full.refusal(1, 1000.0, timeout_s=4.0) is None
     full.put(1, timeout_s=4.0)
-    error = full.refusal(1, 1000.0, timeout_s=4.0)
-    assert error is not None
+    error = full.refused(1, 1000.0, timeout_s=4.0)
     assert error.retry_after_s == pytest.approx(0.1)
-    assert str(error) == (
-        "the request would end in about 2.1 s; 2 s are allowed, half of the time limit that it "
-        "states"
-    )
 
 
 def test_a_request_that_would_end_too_late_is_refused() -> None:
@@ -281,14 +215,9 @@ def test_a_request_that_would_end_too_late_is_refused() -> None:
     full.put(20)
     # It ends after 2 s + 1 s, and may take half of its time.
     assert full.refusal(10, 6.0) is None
-    error = full.refusal(10, 5.0)
-    assert error is not None
+    error = full.refused(10, 5.0)
     assert error.reason is Rejection.DEADLINE
     assert error.retry_after_s == pytest.approx(0.5)
-    assert str(error) == (
-        "the request would end in about 3.0 s beside what was accepted before it, "
-        "which is too close to its time limit in 5.0 s"
-    )
 
 
 def test_what_was_accepted_must_still_end_in_time() -> None:
@@ -298,8 +227,7 @@ def test_what_was_accepted_must_still_end_in_time() -> None:
     assert full.refusal(25, 100.0, "b") is None, "it is due later"
     full.put(20, "c", deadline=NOW + 10)
     assert full.refusal(9, 9.5, "b") is None
-    error = full.refusal(11, 9.5, "b")
-    assert error is not None
+    error = full.refused(11, 9.5, "b")
     assert error.reason is Rejection.DEADLINE
     assert error.retry_after_s == pytest.approx(0.1 + 0.0, abs=0.11)
 
@@ -318,24 +246,10 @@ def test_a_client_may_have_64_requests_waiting_however_long_the_wait_is() -> Non
     assert full.refusal(2, 30.0) is None
     full.put(2)
     full.activity.requests["a"] += 1
-    error = full.refusal(2, 30.0)
-    assert error is not None
+    error = full.refused(2, 30.0)
     assert error.reason is Rejection.WAIT
     assert error.retry_after_s == pytest.approx(0.2), "until one of the 64 has ended"
-    assert str(error) == (
-        "the request would wait about 12.8 s; CLOZE_MAX_QUEUE_WAIT_MS allows 2.5 s, and more for "
-        "the first 64 requests of a client if they end within 15 s"
-    )
-
-
-def test_the_64_requests_must_end_within_half_of_the_request_timeout() -> None:
-    full = Full(waits=DEFAULT)
-    full.put(100)
-    full.put(45)
-    assert full.refusal(5, 30.0) is None, "it ends after 15 s, half of 30 s"
-    error = full.refusal(6, 30.0)
-    assert error is not None
-    assert error.retry_after_s == pytest.approx(0.1)
+    assert "allows 2.5 s, and more for the first 64 requests of a client" in str(error)
 
 
 def test_bulk_requests_have_no_free_ones_since_others_may_take_their_rate() -> None:
@@ -345,23 +259,9 @@ def test_bulk_requests_have_no_free_ones_since_others_may_take_their_rate() -> N
 
 
 def test_a_wait_that_an_operator_has_set_is_exact() -> None:
-    full = Full(waits=WaitLimits.of(2500, 30_000))
-    full.put(25)
-    assert full.refusal(1, 30.0) is None
-    full.put(1)
-    assert full.refusal(1, 30.0) is not None
-    assert WaitLimits.of(0, 30_000).excess_s(ExpectedWait(1e9, 1.0), None) <= 0, "0 is no limit"
-
-
-def test_requests_are_counted_over_all_models_of_a_process() -> None:
-    full, other = Full(waits=DEFAULT), Full(waits=DEFAULT)
-    other.activity = full.activity
-    for _ in range(64):
-        full.activity.requests["a"] += 1
-    full.put(30)
-    assert full.refusal(1, 30.0) is not None
-    full.activity.requests["a"] -= 1
-    assert full.refusal(1, 30.0) is None
+    exact = WaitLimits.of(2500, 30_000)
+    assert exact.excess_s(ExpectedWait(2.5, 0.1, 0), None) <= 0
+    assert exact.excess_s(ExpectedWait(2.6, 0.1, 0), None) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,7 @@
-"""The queue: whose turn it is, what fits into a batch, what is dropped, what is due, and what is
-forgotten.
-"""
+"""The queue: whose turn it is, what fits into a batch, what is dropped, due and forgotten."""
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
@@ -13,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloze.model_store.batch import Encoding
-from cloze.service.batching.fair_queue import Batch, Demand, FairQueue, LineKey, Submission, Terms
+from cloze.service.batching.fair_queue import Batch, FairQueue, LineKey, Submission, Terms
 from cloze.service.core import MAX_BATCH_VOCABULARY_ROWS, MAX_PADDING_FACTOR, BatchFill
 from tests.support.encodings import encoding
 
 SHORT = LineKey.of(1, None)
 LONG = LineKey.of(10_000, None)
-HASTY = LineKey.of(1, 2.0)
 BULK = LineKey.of(1, None, is_bulk=True)
 FOREVER = float("inf")
 
@@ -93,19 +89,11 @@ def lengths_of(taken: Batch) -> list[int]:
 # ---- lines -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("tokens", "size"), [(1, 0), (127, 0), (128, 1), (1023, 1), (1024, 2), (10**6, 2)]
-)
-def test_classes_of_size(tokens: int, size: int) -> None:
-    assert LineKey.of(tokens, None) == LineKey(size, 0)
-
-
-@pytest.mark.parametrize(
-    ("timeout_s", "patience"),
-    [(None, 0), (0.0, 1), (0.9, 1), (1.0, 2), (1.9, 2), (2.0, 3), (3.9, 3), (4.0, 4), (8.0, 5)],
-)
-def test_classes_of_patience(timeout_s: float | None, patience: int) -> None:
-    assert LineKey.of(1, timeout_s) == LineKey(0, patience)
+def test_classes_of_size_and_patience() -> None:
+    for tokens, size in ((1, 0), (127, 0), (128, 1), (1023, 1), (1024, 2), (10**6, 2)):
+        assert LineKey.of(tokens, None) == LineKey(size, 0)
+    for timeout_s, patience in ((0.0, 1), (0.9, 1), (1.0, 2), (2.0, 3), (3.9, 3), (8.0, 5)):
+        assert LineKey.of(1, timeout_s) == LineKey(0, patience)
 
 
 def test_a_later_round_goes_before_all_others() -> None:
@@ -118,83 +106,17 @@ def test_a_later_round_goes_before_all_others() -> None:
     assert [queue.took(), queue.took()] == [[6], [5]]
 
 
-def test_a_line_drops_the_encodings_of_ended_requests() -> None:
-    queue = Queue()
-    other = queue.put("a", 7, 5, 8, 9)
-    request = queue.put("a", 6, 5, 7)
-    line = queue.lines[request]
-    request.cancel()
-    assert {key: len(group) for key, group in line.groups.items()} == {7: 2, 5: 2, 8: 1, 9: 1, 6: 1}
-    line.sweep()
-    assert {key: len(group) for key, group in line.groups.items()} == {7: 1, 5: 1, 8: 1, 9: 1}
-    assert (line.ended_tokens, line.tokens, line.requests) == (0, 29, 1)
-    assert queue.lines == {other: line}
-
-
 # ---- turns --------------------------------------------------------------------------------------
 
 
-def test_clients_take_turns_by_tokens() -> None:
+@pytest.mark.parametrize("other", ["a", "b"])
+def test_clients_and_their_lines_take_turns_by_tokens(other: str) -> None:
     queue = Queue()
-    queue.put("bulk", 10, 11, 12, 13)
-    queue.put("small", 4, 5, 6, 7)
-    assert [queue.took(1) for _ in range(8)] == [
-        [10], [4], [5], [6], [11], [7], [12], [13],
-    ]  # fmt: skip
-
-
-def test_lines_of_a_client_take_turns_by_tokens() -> None:
-    queue = Queue()
-    queue.put("one", 10, 11, 12, 13, key=LONG)
-    queue.put("one", 4, 5, 6, 7, key=SHORT)
-    assert [queue.took(1) for _ in range(8)] == [
-        [4], [10], [5], [6], [11], [7], [12], [13],
-    ]  # fmt: skip
-
-
-def test_a_line_is_served_in_its_order() -> None:
-    queue = Queue()
-    queue.put("one", 5, 3, 5, 4, 3)
-    assert [queue.took() for _ in range(3)] == [[5, 5], [3, 3], [4]]
-
-
-@pytest.mark.parametrize("same_client", [False, True])
-def test_each_line_pays_for_its_own_part_of_a_batch(same_client: bool) -> None:
-    queue = Queue()
-    names = ("a", "a" if same_client else "b")
-    queue.put(names[0], 5, 5, 7, key=SHORT)
-    queue.put(names[1], 5, 8, key=HASTY)
-    assert queue.took() == [5, 5, 5]
-    assert queue.took() == [8], "it has received 5, and the other 10"
-
-
-def test_a_newcomer_begins_at_the_virtual_time_of_all_waiting_clients() -> None:
-    queue = Queue()
-    for name, length in (("a", 12), ("b", 20), ("c", 21)):
-        queue.put(name, length, length + 30)
-    assert queue.took(1) == [12]  # time is 12 / 3
-    queue.put("new", 10, 9)
-    # b and c have turn 0, new has 4 and then 14, a has 12.
-    assert [queue.took(1) for _ in range(6)] == [[20], [21], [10], [42], [9], [50]]
-
-
-def test_virtual_time_does_not_go_back() -> None:
-    queue = Queue()
-    queue.put("a", 12, 13)
-    queue.put("b", 2, 3, 4)
-    assert [queue.took(1) for _ in range(2)] == [[12], [2]]  # time is 12 / 2 + 2 / 2
-    queue.put("new", 5)
-    # b has turn 2 and then 5, new has 7, a has 12.
-    assert [queue.took(1) for _ in range(4)] == [[3], [4], [5], [13]]
-
-
-def test_a_new_line_begins_at_the_virtual_time_of_its_client() -> None:
-    queue = Queue()
-    queue.put("one", 12, 30, key=SHORT)
-    queue.put("one", 20, 31, key=HASTY)
-    assert queue.took(1) == [12]  # time is 12 / 2
-    queue.put("one", 40, 41, key=LONG)
-    assert [queue.took(1) for _ in range(3)] == [[20], [40], [30]]
+    queue.put("a", 10, 11, 12, 13, key=LONG)
+    queue.put(other, 4, 5, 6, 7)
+    lengths = [length for _ in range(8) for length in queue.took(1)]
+    assert lengths[2:] == [5, 6, 11, 7, 12, 13]
+    assert set(lengths[:2]) == {10, 4}
 
 
 def test_a_client_that_waits_keeps_its_turn_when_more_arrives() -> None:
@@ -218,16 +140,6 @@ def test_a_line_owes_on_while_its_request_runs() -> None:
     assert queue.took(50) == [50]
     queue.put("a", 7)
     assert [queue.took(10) for _ in range(6)] == [[10]] * 5 + [[7]]
-
-
-def test_a_line_that_pays_nothing_is_next_again() -> None:
-    queue = Queue()
-    first = queue.put("a", 10)
-    queue.put("a", 11)
-    queue.put("b", 9)
-    first.cancel()
-    assert queue.took(1) == []
-    assert queue.took(1) == [11]
 
 
 # ---- what fits ----------------------------------------------------------------------------------
@@ -341,35 +253,6 @@ def test_what_could_end_too_late_goes_before_turns(now: list[float]) -> None:
     assert queue.took(1, rate=10.0) == [12], "the others have no deadline"
 
 
-@pytest.mark.parametrize(("left_s", "first"), [(0.06, 20), (0.04, 10)])
-def test_turns_decide_while_a_twentieth_of_a_second_is_left(
-    now: list[float], left_s: float, first: int
-) -> None:
-    now[0] = 1000.0 - left_s
-    queue = Queue()
-    queue.put("a", 20)
-    # Due at 1001 s, after a second of work.
-    queue.put("b", 10, deadline=now[0] + (1001.01 - now[0]) / 0.9)
-    assert queue.took(1, rate=10.0) == [first]
-
-
-def test_without_a_rate_turns_decide(now: list[float]) -> None:
-    queue = Queue()
-    queue.put("a", 20)
-    queue.put("b", 30, deadline=now[0] + 0.01)
-    assert queue.took(1, rate=0.0) == [20]
-
-
-def test_the_earliest_deadline_among_short_ones_is_next(now: list[float]) -> None:
-    queue = Queue()
-    queue.put("a", 50, deadline=now[0] + 0.5)
-    queue.put("b", 10, deadline=now[0] + 1.0)
-    queue.put("a", 11, deadline=now[0] + 2.0)
-    assert queue.took(1, longest=20, rate=100.0) == [10]
-    assert queue.took(1, longest=20, rate=100.0) == [11]
-    assert queue.took(1, rate=100.0) == [50]
-
-
 def test_a_request_whose_time_is_over_does_not_run(now: list[float]) -> None:
     queue = Queue()
     over = queue.put("a", 5, deadline=now[0])
@@ -405,16 +288,6 @@ def test_the_last_request_runs_though_it_seems_hopeless(now: list[float]) -> Non
     assert last.started == now[0]
 
 
-def test_a_request_starts_with_its_first_encoding(now: list[float]) -> None:
-    queue = Queue()
-    request = queue.put("a", 5, 6)
-    assert request.started is None
-    queue.taken(100)
-    now[0] += 1
-    queue.taken(100)
-    assert request.started == 1000.0
-
-
 # ---- accounts -----------------------------------------------------------------------------------
 
 
@@ -447,33 +320,6 @@ def test_clients_may_come_while_a_share_is_counted() -> None:
     assert queue.share("a", Interrupted())[2] == 2  # type: ignore[arg-type]
 
 
-def test_a_queue_counts_what_waits_and_what_is_in_memory() -> None:
-    queue = Queue()
-    assert (queue.in_memory, queue.tokens) == (0, 0)
-    first = queue.put("a", 5, 6)
-    assert (queue.in_memory, queue.tokens) == (2, 11)
-    assert (set(queue.lines), first.queued_tokens) == ({first}, 11)
-    first.cancel()
-    assert (queue.in_memory, queue.tokens, queue._clients) == (0, 0, {})
-    assert (queue.lines, first.queued_tokens) == ({}, 0)
-
-
-@pytest.mark.parametrize("taken", [[], [5], [5, 6]])
-def test_a_request_that_has_ended_and_is_not_forgotten_yet_counts_once(taken: list[int]) -> None:
-    """The thread that ends it waits for the lock, which a worker holds."""
-    queue = Queue()
-    request = submission("a", 5, 6)
-    queue.add(request)
-    request.cancel()
-    for length in taken:
-        assert queue.took() == []
-        assert queue.demand.slack_s(0.0, 1.0) == FOREVER
-        assert queue.tokens == 11 - sum(taken[: taken.index(length) + 1])
-    assert not queue.has_up_to(100) or queue.tokens
-    queue.forget(request)
-    assert (queue.tokens, queue._clients, queue.lines) == (0, {}, {})
-
-
 def test_due_tokens_are_those_that_wait(now: list[float]) -> None:
     queue = Queue()
     request = queue.put("a", 10, 20, deadline=now[0] + 10)
@@ -482,46 +328,6 @@ def test_due_tokens_are_those_that_wait(now: list[float]) -> None:
     assert queue.demand.slack_s(now[0], 10.0) == pytest.approx(9 - 2)
     request.cancel()
     assert queue.demand.slack_s(now[0], 10.0) == FOREVER
-
-
-@pytest.mark.parametrize("rounds", [1, 2])
-def test_ended_requests_do_not_fill_the_memory(rounds: int) -> None:
-    queue = Queue()
-    for _ in range(rounds):
-        kept, first, second = queue.put("a", 7), queue.put("a", 4, 3), queue.put("a", 1)
-        other = queue.put("b", 1)
-        first.cancel()
-        assert queue.in_memory == 5, "those of ended requests may have as many tokens as the others"
-        second.cancel()
-        assert queue.in_memory == 2
-        other.cancel()
-        assert list(queue._clients) == [("a", False)]
-        assert queue.took() == [7]
-        kept.set_result(None)  # type: ignore[arg-type]
-        assert queue._clients == {}
-
-
-def test_a_sweep_keeps_what_is_not_subtracted_yet() -> None:
-    queue = Queue()
-    ending = submission("a", 5)
-    queue.add(ending)
-    ending.cancel()
-    queue.put("a", 9).cancel()  # a sweep
-    assert (queue.in_memory, queue.tokens) == (1, 5)
-    assert (queue.took(), queue.tokens) == ([], 0)
-    queue.forget(ending)
-    assert queue._clients == {}
-
-
-def test_what_a_batch_leaves_of_ended_requests_is_dropped() -> None:
-    queue = Queue()
-    queue.put("a", 9, 9)
-    ended = queue.put("a", 8, 8)
-    ended.cancel()
-    assert queue.in_memory == 4
-    assert queue.took(10) == [9]
-    assert queue.in_memory == 1, "16 tokens of ended requests are more than the 9 that wait"
-    assert (queue.took(), queue.tokens) == ([9], 0)
 
 
 def test_a_client_stays_while_its_requests_run() -> None:
@@ -536,16 +342,6 @@ def test_a_client_stays_while_its_requests_run() -> None:
     queue.took()
     other.set_result(None)  # type: ignore[arg-type]
     assert queue._clients == {}
-
-
-def test_a_request_has_a_place_for_each_output(now: list[float]) -> None:
-    queue = Queue()
-    request = queue.put("a", 5, 6, deadline=now[0] + 10)
-    assert (request.outputs, request.missing, request.tokens) == ([{}, {}], 2, 11)
-    assert request.encodings == (), "each is freed when it has run"
-    taken: Sequence[Any] = queue.taken().encodings
-    assert taken[0].request is request
-    assert taken[0].vocabulary_rows == 0
 
 
 steps = st.lists(
@@ -600,55 +396,6 @@ def test_sums_are_those_of_the_encodings_in_memory(
 # ---- demand ------------------------------------------------------------------------------------
 
 
-def test_without_work_there_is_no_bound() -> None:
-    demand = Demand()
-    assert demand.slack_s(0.0, 10.0) == math.inf
-    demand.add(math.inf, 1000)
-    assert demand.slack_s(0.0, 10.0) == math.inf
-    assert demand.slack_s(0.0, 10.0, math.inf, 1000) == math.inf
-    assert demand.slack_s(0.0, 10.0, 5.0, 0) == math.inf
-
-
-def test_slack_is_the_time_until_the_first_due_less_the_work() -> None:
-    demand = Demand()
-    demand.add(10.05, 20)
-    assert demand.slack_s(3.0, 10.0) == pytest.approx(5.0), "dues are rounded down to 0.1 s"
-    assert demand.slack_s(9.0, 10.0) == pytest.approx(-1.0)
-    demand.add(50.0, 1000)
-    assert demand.slack_s(3.0, 10.0) == pytest.approx(-55.0), "50 - 3 - 102"
-    demand.add(50.0, -1000)
-    assert demand.slack_s(3.0, 10.0) == pytest.approx(5.0)
-    demand.add(10.05, -5)
-    assert demand.slack_s(3.0, 10.0) == pytest.approx(5.5)
-
-
-def test_work_that_is_gone_bounds_nothing() -> None:
-    demand = Demand()
-    demand.add(50.0, 10)
-    demand.add(1.0, 10)
-    demand.add(30.0, 10)
-    demand.add(1.0, -10)
-    assert demand.slack_s(0.0, 20.0) == pytest.approx(29.0), "a lower bound: 30 - 20 / 20"
-    demand.add(30.0, -10)
-    assert demand.slack_s(0.0, 20.0) == pytest.approx(49.5)
-    demand.add(50.0, -10)
-    assert demand.slack_s(0.0, 20.0) == math.inf
-
-
-def test_further_work_counts_from_its_due_on() -> None:
-    demand = Demand()
-    demand.add(10.0, 60)
-    demand.add(20.0, 60)
-    assert demand.slack_s(0.0, 10.0, 15.0, 20) == pytest.approx(6.0 - 10 + 10, abs=4.1)
-    # 20 of 15 s: 8 s of work until then, and 14 s until 20 s.
-    assert demand.slack_s(3.0, 10.0, 15.0, 20) == pytest.approx(3.0)
-    # Before all: 12 s of work until 20 s leave 5 s; 7 s until 10 s leave 0 s.
-    assert demand.slack_s(3.0, 10.0, 5.0, 10) == pytest.approx(0.0)
-    assert demand.slack_s(4.0, 10.0, 10.0, 10) == pytest.approx(-1.0)
-    assert demand.slack_s(9.0, 10.0, 30.0, 10) == pytest.approx(8.0), "those before are not asked"
-    assert demand.slack_s(9.0, 10.0) == pytest.approx(-5.0)
-
-
 # ---- bulk --------------------------------------------------------------------------------------
 
 
@@ -683,21 +430,3 @@ def test_bulk_requests_age_and_never_starve() -> None:
     assert 35 <= ran <= 40
     left = [request.queued_tokens for request in bulk]
     assert abs(left[0] - left[1]) <= 10, "and clients have equal shares of them"
-
-
-def test_no_bulk_batch_runs_where_none_may() -> None:
-    queue = Queue()
-    queue.put("bulk", 7, key=BULK)
-    queue._owed_to_bulk = 100.0
-    queue.put("a", 9)
-    assert not queue.has_up_to(8)
-    assert queue.took(with_bulk=False) == [9]
-    assert queue.took() == [7]
-
-
-def test_a_deadline_of_a_bulk_request_delays_nobody() -> None:
-    queue = Queue()
-    bulk = queue.put("bulk", 50, key=BULK, deadline=1001.0)
-    queue.put("a", 9, deadline=1100.0)
-    assert (bulk.due, queue.demand._tokens.total()) == (math.inf, 9)
-    assert queue.took(rate=10.0) == [9]

@@ -11,14 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloze.service.batching.admission import SchedulerLimits, WaitLimits
-from cloze.service.batching.fair_queue import Demand, FairQueue, LineKey, Submission, Terms
+from cloze.service.batching.fair_queue import Demand
 from cloze.service.core import BatchResult
-from cloze.service.errors import DeadlineExceeded, Overloaded
-from tests.support.encodings import submit
+from cloze.service.errors import Overloaded
+from tests.support.encodings import encoding, submit
 from tests.support.fake_engine import FakeEngine
 from tests.support.stepped import SteppedScheduler
 from tests.support.virtual_time import VirtualClock
-from tests.unit.service.batching.test_scheduler_properties import sized
 
 RATE = 1000.0
 """Tokens per second of the worker."""
@@ -46,7 +45,7 @@ class Server:
         self, lengths: Sequence[int], client: str, timeout_s: float | None, default_s: float = 30.0
     ) -> Sent | None:
         deadline = self.clock.now + (timeout_s or default_s)
-        encodings = [sized(length) for length in lengths]
+        encodings = [encoding([1] * length, embed=True) for length in lengths]
         try:
             future = submit(self.scheduler, encodings, deadline, client=client, timeout_s=timeout_s)
         except Overloaded:
@@ -104,81 +103,6 @@ def test_what_was_accepted_ends_in_time_whatever_comes_later(
         for sent in served.sent:
             assert sent.future.exception() is None
             assert sent.ended <= sent.deadline
-
-
-def test_many_new_clients_do_not_move_an_accepted_request_past_its_deadline() -> None:
-    with server() as served:
-        bulk = [served.submit([20] * 10, "bulk", 8.0) for _ in range(15)]  # 3 s of work
-        for number in range(200):
-            served.run_until(number * 0.05)
-            served.submit([20] * 10, f"client {number % 40}", 8.0)
-        served.run_until(math.inf)
-        assert all(sent is not None and sent.ended <= sent.deadline for sent in bulk)
-        assert all(sent.ended <= sent.deadline for sent in served.sent)
-        assert len(served.sent) > len(bulk) + 20, "the new clients are served as well"
-
-
-def test_a_small_request_does_not_wait_behind_large_ones_of_its_client() -> None:
-    with server() as served:
-        for _ in range(3):
-            assert served.submit([20] * 60, "a", None) is not None
-        small = served.submit([5], "a", None)
-        assert small is not None
-        served.run_until(math.inf)
-        assert small.ended < 0.1
-
-
-def test_requests_that_say_less_are_not_pushed_back_by_those_that_say_nothing() -> None:
-    with server() as served:
-        while served.submit([20] * 5, "a", None) is not None:  # until the line is full
-            pass
-        assert served.scheduler.expected_wait("a", LineKey(0, 0), 100).seconds > 3.9
-        stated = [served.submit([20] * 5, "a", 2.0) for _ in range(4)]
-        served.run_until(math.inf)
-        assert all(sent is not None and sent.ended < 1.5 for sent in stated)
-
-
-def test_requests_that_slower_workers_cannot_end_are_told_before_they_run() -> None:
-    """The engine becomes ten times slower; what cannot end is not run, what can end is answered."""
-    with server() as served:
-        large = [served.submit([20] * 30, "a", 5.0) for _ in range(4)]
-        assert sum(sent is not None for sent in large) == 4
-        served.rate = RATE / 10
-        served.run_until(math.inf)
-        errors = [sent.future.exception() for sent in served.sent]
-        assert {type(error) for error in errors} <= {DeadlineExceeded, type(None)}
-        told = [
-            sent
-            for sent in served.sent
-            if sent.future.exception() and "become slower" in str(sent.future.exception())
-        ]
-        assert told
-        assert all(sent.ended < sent.deadline for sent in told)
-
-
-def test_a_client_that_leaves_gives_its_time_back() -> None:
-    with server() as served:
-        while (last := served.submit([20] * 5, "a", 2.0)) is not None:
-            leaving = last
-        assert served.submit([20] * 5, "a", 2.0) is None
-        leaving.future.cancel()
-        assert served.submit([20] * 5, "a", 2.0) is not None
-        served.run_until(math.inf)
-        kept = [sent for sent in served.sent if sent is not leaving]
-        assert all(sent.ended <= sent.deadline for sent in kept)
-
-
-def test_a_rate_that_is_wrong_does_not_stay_so() -> None:
-    with server() as served:
-        served.scheduler._admission.tokens_per_s = 0.001
-        for _ in range(2):
-            assert served.submit([5], "a", 2.0) is not None
-            served.run_until(math.inf)
-        assert all(sent.future.exception() is None for sent in served.sent)
-
-
-def add(queue: FairQueue, client: str, length: int, timeout_s: float | None = None) -> None:
-    queue.add(Submission(Terms(math.inf, client, timeout_s), [sized(length)]))
 
 
 dues = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 40)), max_size=20)

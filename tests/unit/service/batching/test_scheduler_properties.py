@@ -9,21 +9,18 @@ from contextlib import contextmanager
 from dataclasses import replace
 from queue import Queue
 
-import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from cloze.model_store.batch import Encoding
 from cloze.service.batching.admission import SchedulerLimits
-from cloze.service.batching.fair_queue import LineKey
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import BatchFill, BatchReport, BatchResult
 from cloze.service.errors import (
     DeadlineExceeded,
     EngineDead,
     EngineFailed,
-    Overloaded,
 )
 from tests.support import encodings
 from tests.support.encodings import submit
@@ -31,7 +28,6 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.waiting import wait_until
 
 WAIT_S = 60.0
-BULK = LineKey(0, 0, is_bulk=True)
 LIMITS = SchedulerLimits(
     workers=2, max_batch_tokens=64, max_queue_tokens=10_000, stall_timeout_s=30.0
 )
@@ -137,88 +133,6 @@ def test_every_request_ends_once_and_rightly(
         assert len(batch) == 1 or sum(map(len, batch)) <= budget
 
 
-@pytest.mark.parametrize("clients", [2, 4, 8])
-def test_a_bulk_request_does_not_starve_behind_single_texts(clients: int) -> None:
-    """Closed-loop clients keep the queue full; a request of several texts must get its share all
-    the same.
-    """
-
-    class Slow(FakeEngine):
-        def run(self, batch: list[Encoding], *, alone: bool = False) -> list:  # type: ignore[override, type-arg]
-            time.sleep(0.001)
-            return super().run(batch)
-
-    stop = threading.Event()
-    with running(Slow(), workers=2, max_batch_tokens=256) as scheduler:
-
-        def client(seed: int) -> None:
-            lengths = np.random.default_rng(seed).integers(5, 200, 100_000)
-            for length in lengths:
-                if stop.is_set():
-                    return
-                submit(scheduler, [sized(int(length))], later()).result(WAIT_S)
-
-        threads = [threading.Thread(target=client, args=(seed,)) for seed in range(clients)]
-        for thread in threads:
-            thread.start()
-        try:
-            time.sleep(0.1)
-            started = time.monotonic()
-            bulk = submit(scheduler, [sized(length) for length in range(201, 221)], later())
-            assert len(sums(bulk)) == 20
-            assert time.monotonic() - started < 3
-        finally:
-            stop.set()
-            for thread in threads:
-                thread.join()
-
-
-def test_a_single_text_does_not_wait_behind_a_bulk_request_of_mixed_lengths() -> None:
-    """Half of a bulk request has run, by lengths, when a single text comes: it is next, or nearly."""
-    rng = np.random.default_rng(0)
-    singles: list[Future[BatchResult]] = []
-
-    class Interrupted(FakeEngine):
-        def run(self, batch: list[Encoding], *, alone: bool = False) -> list:  # type: ignore[override, type-arg]
-            outputs = super().run(batch)
-            if len(self.batches) in (50, 100, 150):
-                singles.append(submit(scheduler, [sized(99, len(self.batches))], later()))
-            return outputs
-
-    engine = Interrupted()
-    with running(engine, workers=1, max_batch_tokens=100, max_queue_tokens=10**6) as scheduler:
-        bulk = submit(
-            scheduler, [sized(int(length)) for length in rng.integers(5, 60, 1000)], later()
-        )
-        assert len(sums(bulk)) == 1000
-        for single in singles:
-            sums(single)
-    ran = {
-        int(batch[0].input_ids[0]): place
-        for place, batch in enumerate(engine.batches, start=1)
-        if len(batch[0]) == 99
-    }
-    assert ran.keys() == {50, 100, 150}
-    assert all(place - came <= 3 for came, place in ran.items()), ran
-
-
-def test_cancelled_work_frees_the_queue_at_once() -> None:
-    engine = FakeEngine()
-    engine.gate.clear()
-    with running(engine, workers=1, max_queue_tokens=60) as scheduler:
-        first = submit(scheduler, [sized(10)], later())
-        assert engine.entered.wait(WAIT_S)
-        given_up = submit(scheduler, [sized(10), sized(11)], later())
-        assert scheduler.state.tokens == 21
-        given_up.cancel()
-        assert scheduler.state.tokens == 0
-        second = submit(scheduler, [sized(12)], later())
-        third = submit(scheduler, [sized(13)], later())
-        engine.gate.set()
-        assert [sums(first), sums(second), sums(third)] == [[10.0], [12.0], [13.0]]
-    assert sorted(len(batch[0]) for batch in engine.batches) == [10, 12, 13]
-
-
 def test_a_short_text_runs_while_all_workers_run_long_ones() -> None:
     """Long texts of earlier and of later requests wait meanwhile."""
     release = threading.Event()
@@ -262,54 +176,6 @@ def test_a_short_text_that_waits_already_runs_beside_a_long_one() -> None:
         assert sums(long) == [20.0]
 
 
-def test_short_texts_alone_get_no_more_workers() -> None:
-    engine = FakeEngine()
-    engine.gate.clear()
-    with running(engine, workers=2, max_batch_tokens=10) as scheduler:
-        futures = [submit(scheduler, [sized(5 + i)], later()) for i in range(4)]
-        wait_until(lambda: len(scheduler._watchdog._runs) == 2)
-        time.sleep(0.05)
-        assert len(scheduler._watchdog._runs) == 2
-        engine.gate.set()
-        assert [sums(future) for future in futures] == [[5.0], [6.0], [7.0], [8.0]]
-
-
-def test_a_full_queue_admits_all_of_a_request_or_none() -> None:
-    engine = FakeEngine()
-    engine.gate.clear()
-    with running(engine, workers=1, max_queue_tokens=60, max_batch_tokens=10) as scheduler:
-        first = submit(scheduler, [sized(10)], later())
-        assert engine.entered.wait(WAIT_S)
-        second = submit(scheduler, [sized(10), sized(10)], later())
-        assert scheduler.state.tokens == 20
-        with pytest.raises(
-            Overloaded,
-            match="holds 20 tokens, 20 of them like this request's 21; together they would be "
-            "more than the 40 that are left of the limit of 60",
-        ) as caught:
-            submit(scheduler, [sized(1), sized(20)], later())
-        assert caught.value.retry_after_s >= 1
-        assert scheduler.state.tokens == 20
-        third = submit(scheduler, [sized(10)], later())
-        engine.gate.set()
-        assert [sums(first), sums(second), sums(third)] == [[10.0], [10.0, 10.0], [10.0]]
-
-
-def test_a_later_round_of_an_admitted_request_is_never_refused() -> None:
-    engine = FakeEngine()
-    engine.gate.clear()
-    with running(engine, workers=1, max_queue_tokens=30, max_batch_tokens=10) as scheduler:
-        requests = [submit(scheduler, [sized(10)], later())]
-        assert engine.entered.wait(WAIT_S)
-        requests.append(submit(scheduler, [sized(11), sized(12)], later()))
-        requests.append(submit(scheduler, [sized(13)], later(), later_round=True))
-        requests.append(submit(scheduler, [sized(14)], later(), later_round=True))
-        with pytest.raises(Overloaded):
-            submit(scheduler, [sized(15)], later())
-        engine.gate.set()
-        assert [len(sums(request)) for request in requests] == [1, 2, 1, 1]
-
-
 def test_a_run_that_hangs_is_a_dead_engine() -> None:
     engine = FakeEngine()
     with running(engine, workers=1, stall_timeout_s=0.2) as scheduler:
@@ -345,31 +211,6 @@ def test_one_worker_is_left_to_questions_while_they_come(workers: int) -> None:
         assert sums(bulk) == [64.0] * 8
 
 
-def test_bulk_requests_use_all_workers_when_nobody_else_comes() -> None:
-    engine = FakeEngine()
-    engine.gate.clear()
-    with running(engine, workers=2) as scheduler:
-        bulk = submit(scheduler, [sized(64)] * 8, later(), is_bulk=True)
-        wait_until(lambda: len(scheduler._on_bulk) == 2)
-        engine.gate.set()
-        assert sums(bulk) == [64.0] * 8
-
-
-def test_the_wait_of_bulk_requests_is_measured_by_what_others_leave() -> None:
-    engine = FakeEngine()
-    engine.gate.clear()
-    with running(engine, workers=1) as scheduler:
-        scheduler._admission.tokens_per_s = 100.0
-        submit(scheduler, [sized(5)], later())
-        assert engine.entered.wait(WAIT_S)
-        submit(scheduler, [sized(50)], later(1000), client="a")
-        assert scheduler.expected_wait("b", BULK, 50).seconds == 0.0
-        submit(scheduler, [sized(50)], later(1000), client="b", is_bulk=True)
-        assert scheduler.expected_wait("b", BULK, 50).seconds == pytest.approx(5.0)
-        question = scheduler.expected_wait("a", LineKey(0, 0), 50).seconds
-        assert question == pytest.approx(50 / 90), "a tenth of the time is of bulk requests"
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_engine_that_is_lost_while_nobody_asks_is_dead(workers: int) -> None:
     engine, deaths, reports = FakeEngine(), Queue(), list[BatchReport]()
@@ -382,24 +223,3 @@ def test_an_engine_that_is_lost_while_nobody_asks_is_dead(workers: int) -> None:
         reason = deaths.get(timeout=WAIT_S)
     assert reason == "it could not repeat its golden outputs while idle (RuntimeError)"
     assert scheduler.dead_reason == reason
-
-
-def test_no_canary_runs_beside_a_batch_or_before_a_request() -> None:
-    class Canary(FakeEngine):
-        def probe(self) -> None:
-            self.gate.wait()
-
-    engine = Canary()
-    with running(engine, workers=2, canary_s=0.01) as scheduler:
-        engine.gate.clear()
-        wait_until(lambda: bool(scheduler._on_long_texts))  # the canary runs
-        busy = submit(scheduler, [sized(3)], later())
-        assert engine.entered.wait(WAIT_S), "the request runs beside it"
-        engine.gate.set()
-        assert sums(busy) == [3.0]
-        engine.gate.clear()
-        engine.entered.clear()
-        submit(scheduler, [sized(3)], later())
-        assert engine.entered.wait(WAIT_S)
-        with scheduler._lock:
-            assert not scheduler._is_canary_due or not scheduler._on_long_texts

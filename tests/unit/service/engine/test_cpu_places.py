@@ -12,7 +12,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from cloze.service.engine.cpu_places import Affinity, ThreadSpread, started_since, thread_ids
+from cloze.service.engine.cpu_places import Affinity, ThreadSpread, thread_ids
 from cloze.service.engine.session import CpuSession, cpu_session, temporary_folder
 
 HELPER = 999_999
@@ -108,33 +108,6 @@ def test_a_thread_on_its_way_to_a_run_is_kept_off_running_ones_and_then_freed(
     assert affinity.new_calls() == [(second.id, {1, 2}), (second.id, {0, 1, 2})]
 
 
-def test_a_change_of_the_allowed_cpus_is_respected(
-    affinity: FakeAffinity, callers: Callers
-) -> None:
-    first, second = callers
-    second.run()
-    first.begin(HELPER)
-    first.end()
-    first.run()
-    affinity.cpus = {0, 3}
-    affinity.new_calls()
-    first.begin(HELPER)
-    first.end()
-    assert affinity.new_calls() == [(HELPER, {3}), (second.id, {0, 3})]
-
-
-@pytest.mark.parametrize("cpus", [{0}, set[int]()])
-def test_one_allowed_cpu_changes_nothing(
-    affinity: FakeAffinity, callers: Callers, cpus: set[int]
-) -> None:
-    affinity.cpus = cpus
-    for caller in (*callers, *callers):
-        caller.begin(HELPER)
-        caller.end()
-        caller.run()
-    assert not affinity.calls
-
-
 def test_after_the_system_forbids_a_call_there_is_no_other(
     affinity: FakeAffinity, callers: Callers
 ) -> None:
@@ -143,31 +116,6 @@ def test_after_the_system_forbids_a_call_there_is_no_other(
         callers[0].begin(HELPER, HELPER + 1)
         callers[0].end()
     assert len(affinity.calls) == 1
-
-
-def test_a_thread_that_has_ended_is_forgotten(affinity: FakeAffinity, callers: Callers) -> None:
-    first, second = callers
-    second.run()
-    affinity.error = ProcessLookupError
-    first.run()
-    first.run()
-    assert affinity.new_calls() == [(second.id, {1, 2})]
-    affinity.error = None
-    first.begin(HELPER)
-    assert affinity.new_calls() == [(HELPER, {1, 2})]
-
-
-def test_a_system_without_affinity_runs_as_before() -> None:
-    caller = Caller(ThreadSpread(None))
-    caller.run()
-    caller.executor.shutdown()
-
-
-def test_threads_of_others_are_not_taken_for_the_runtimes() -> None:
-    before = thread_ids()
-    with ThreadPoolExecutor(1) as executor:
-        executor.submit(int).result()
-        assert started_since(before, 1) == set()
 
 
 @pytest.mark.skipif(

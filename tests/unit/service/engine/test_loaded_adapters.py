@@ -1,19 +1,16 @@
 """The tables of loaded adapters: room for parallel batches, and adapters that go while in use."""
 
-import logging
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
-import pytest
 
 from cloze.model_store.adapter import Adapter
 from cloze.model_store.adapter_section import AdaptedLayer, AdapterSupport
 from cloze.model_store.peft import LowRank
 from cloze.service.engine.adapters import LoadedAdapters
-from cloze.service.errors import StartupError
 from tests.support.refusals import refused
 from tests.support.waiting import wait_until
 
@@ -131,23 +128,6 @@ def test_an_adapter_that_is_forgotten_stays_until_its_last_batch_has_run() -> No
         loaded.forget("1")
         assert loaded.keys == ["1"]
     assert loaded.keys == []
-
-
-@pytest.mark.parametrize("error", [ValueError, StartupError], ids=["its files", "its base"])
-def test_why_an_adapter_cannot_be_read_is_logged(
-    error: type[Exception], caplog: pytest.LogCaptureFixture
-) -> None:
-    loaded = loaded_adapters(1, room=2)
-
-    def fail() -> Adapter:
-        raise error("adapter_model.safetensors cannot be read")
-
-    loaded.add("gone", fail)
-    with caplog.at_level(logging.ERROR, "cloze"):
-        for _ in range(2):
-            with refused("adapter_unavailable"):
-                loaded.hold("gone").result(10)
-    assert "the adapter gone: adapter_model.safetensors cannot be read" in caplog.text
 
 
 def test_the_longest_unused_one_makes_room_and_no_other() -> None:

@@ -2,11 +2,8 @@
 
 import asyncio
 import gzip
-import sys
 import threading
 import time
-from collections.abc import Coroutine
-from typing import Any
 
 import pytest
 from starlette.requests import Request
@@ -16,10 +13,8 @@ from cloze.service.core import ServedRequest
 from cloze.service.errors import (
     ClientGone,
     DeadlineExceeded,
-    InvalidRequest,
     Overloaded,
     Rejection,
-    RequestTooLarge,
     ServiceError,
     SlowRequest,
     UnsupportedEncoding,
@@ -28,7 +23,6 @@ from cloze.service.http.body import RequestLimits
 from cloze.service.http.bytes_held import SMALL_BYTES, ByteBudget, Hold
 from cloze.service.http.record import Callers
 from cloze.service.http.routes import RECORD
-from cloze.service.models.pipeline import run_anywhere
 from tests.support.records import Open, recorded, scope_of
 from tests.support.refusals import refused
 from tests.support.virtual_time import LOOP_CLOCK
@@ -111,25 +105,18 @@ async def has_room(budget: ByteBudget, size: int) -> bool:
 # ---- time --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("limit_s", [0.02, 0.09, 0.1, 0.5, 30.0])
+@pytest.mark.parametrize("limit_s", [0.02, 0.1, 29.5])
 async def test_the_limits_of_both_phases(limit_s: float) -> None:
-    began = LOOP_CLOCK.monotonic()
-    with pytest.raises(SlowRequest) as slow:
-        await read(limits_of(), timed(limit_s, b"12", 5000.0, b"3"))
-    assert LOOP_CLOCK.monotonic() - began == pytest.approx(limit_s)
-    limit = f"the limit of {limit_s * 1000:.0f} ms"
-    assert str(slow.value) == f"2 bytes of the body arrived within {limit}, not all"
-    began = LOOP_CLOCK.monotonic()
-    with pytest.raises(DeadlineExceeded) as late:
-        await read(limits_of(), timed(limit_s, b"12"), answer_s=5000.0)
-    assert LOOP_CLOCK.monotonic() - began == pytest.approx(limit_s)
-    assert str(late.value) == f"no answer within {limit}"
-
-
-async def test_a_body_that_dribbles_ends_at_the_time_limit() -> None:
-    dribble = [part for _ in range(100) for part in (b"1", 1.0)]
-    with refused("body_timeout", 30):
-        await read(limits_of(), timed(29.5, *dribble))
+    dribble = [part for _ in range(100) for part in (b"1", limit_s / 29.5)]
+    for parts, code, answer_s in (
+        ((b"12", 5000.0, b"3"), "body_timeout", 0.0),
+        (dribble, "body_timeout", 0.0),
+        ((b"12",), "timeout", 5000.0),
+    ):
+        began = LOOP_CLOCK.monotonic()
+        with refused(code):
+            await read(limits_of(), timed(limit_s, *parts), answer_s=answer_s)
+        assert LOOP_CLOCK.monotonic() - began == pytest.approx(limit_s)
 
 
 async def test_a_request_within_its_time_is_left_alone() -> None:
@@ -145,47 +132,11 @@ async def test_a_request_within_its_time_is_left_alone() -> None:
     assert asyncio.all_tasks() == before
 
 
-async def test_a_slow_body_leaves_the_answer_its_whole_time() -> None:
-    asked = timed(2.0, b"12", 1.5, b"3")
-    with limits_of().request(asked) as served:
-        assert served is record_of(asked)
-        assert served.deadline == 2.0
-        await limits_of().read(asked, 99)
-        assert served.deadline == 3.5, "which the scheduler reads too"
-
-
-async def test_a_request_that_waited_before_has_less_time() -> None:
-    asked, late = timed(2.0, b"1"), timed(2.0, b"1")
-    await asyncio.sleep(1.5)
-    with pytest.raises(DeadlineExceeded):
-        await read(limits_of(), asked, answer_s=0.6)
-    await asyncio.sleep(5)
-    with pytest.raises(DeadlineExceeded):
-        await read(limits_of(), late, answer_s=0.1)
-
-
 async def test_the_terms_that_a_request_states() -> None:
     with refused("invalid_value", 1, 300000):
         await read(limits_of(), request(x_request_timeout_ms="300001"))
     with refused("invalid_value"):
         await read(limits_of(), request(x_request_class="slow"))
-
-
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        ((b"1", 2.0, "leaves", b"2"), "before its body was whole"),
-        ((b"1", 2.0, b"2", "leaves"), "closed its connection"),
-    ],
-)
-async def test_a_client_that_leaves_while_its_body_arrives(
-    parts: tuple[bytes | float | str, ...], message: str
-) -> None:
-    asked = request(*parts)
-    with refused("client_closed"), limits_of().request(asked):
-        await limits_of().read(asked, 99)
-        await asked.receive()
-        await asyncio.sleep(20)
 
 
 async def test_a_client_that_leaves_ends_its_request_alone() -> None:
@@ -199,12 +150,7 @@ async def test_a_client_that_leaves_ends_its_request_alone() -> None:
         await tasks[0]
     assert LOOP_CLOCK.monotonic() == began
     assert await tasks[1] == b"1"
-
-
-async def test_a_client_that_has_left_gets_no_work() -> None:
-    asked = request(b"1")
-    record_of(asked).connection.leave()
-    with pytest.raises(ClientGone), limits_of().request(asked):
+    with pytest.raises(ClientGone), limits.request(first):
         raise AssertionError("it has begun")
 
 
@@ -218,18 +164,6 @@ async def test_a_client_may_leave_when_its_request_has_ended() -> None:
     assert connection.on_lost is None
     on_lost()
     await asyncio.sleep(100)
-    with pytest.raises(ValueError, match="mine"), limits_of().request(request(b"1")):
-        raise ValueError("mine")
-    with pytest.raises(InvalidRequest):
-        await read(limits_of(), request(x_request_timeout_ms="0"))
-    await asyncio.sleep(100)
-
-
-async def test_a_request_without_a_connection_has_limits_too() -> None:
-    asked = timed(1.0, b"1")
-    record_of(asked).connection = None
-    with pytest.raises(DeadlineExceeded):
-        await read(limits_of(), asked, answer_s=2)
 
 
 @pytest.mark.parametrize("ends", ["late", "leaves", "in time"])
@@ -278,15 +212,6 @@ async def test_what_a_body_holds() -> None:
     await held_by(bytes(LARGE), 1.0, bytes(LARGE), least=2 * LARGE)
 
 
-async def test_a_body_holds_what_has_arrived_and_not_what_is_announced() -> None:
-    limits = limits_of(bodies=4 * LARGE)
-    asked = request(bytes(SMALL_BYTES + 1), 5.0, bytes(LARGE), content_length=str(2 * LARGE))
-    task = asyncio.create_task(read(limits, asked))
-    await asyncio.sleep(4)
-    assert await has_room(limits.bodies, 4 * LARGE - SMALL_BYTES - 1)
-    await task
-
-
 @pytest.mark.parametrize("end", ["is late", "leaves", "is cancelled", "is refused"])
 async def test_however_a_request_ends_it_holds_nothing(end: str) -> None:
     limits = limits_of(bodies=2 * LARGE, longest_s=10.0)
@@ -319,11 +244,6 @@ async def test_a_body_that_waits_for_memory() -> None:
     with pytest.raises(Overloaded) as caught:
         await read(limits, request(bytes(LARGE)))
     assert caught.value.reason is Rejection.MEMORY
-    task = asyncio.create_task(read(limits, asked := request(bytes(LARGE))))
-    await asyncio.sleep(10)
-    record_of(asked).connection.leave()
-    with pytest.raises(ClientGone):
-        await task
     with pytest.raises((SlowRequest, Overloaded)):
         await read(limits, timed(2.0, bytes(LARGE)))
 
@@ -357,16 +277,12 @@ async def test_three_large_answers_are_written_at_once() -> None:
     first[0].cancel()
     await waiting[3]
     await asyncio.wait(first)
-    begun.clear()
-    again = [asyncio.create_task(answer(name, request(client=name), 1)) for name in "abcd"]
-    await asyncio.sleep(0.5)
-    assert begun == ["a", "b", "c"], "three turns are left, no more and no fewer"
-    await asyncio.wait(again)
-    begun.clear()
-    again = [asyncio.create_task(answer(c, request(client=c), 1)) for c in "aaab"]
-    await asyncio.sleep(0.5)
-    assert begun == ["a", "a", "b"], "two turns are those of one client at most"
-    await asyncio.wait(again)
+    for names, expected in (("abcd", "abc"), ("aaab", "aab")):  # one client has two turns at most
+        begun.clear()
+        again = [asyncio.create_task(answer(c, request(client=c), 1)) for c in names]
+        await asyncio.sleep(0.5)
+        assert begun == [*expected], "three turns are left, no more and no fewer"
+        await asyncio.wait(again)
 
 
 async def test_a_turn_that_comes_as_the_request_ends_is_given_on() -> None:
@@ -434,96 +350,63 @@ async def test_bodies_that_are_too_large() -> None:
     assert await read(limits_of(), request(b"123", content_length="3"), limit=3) == b"123"
 
 
-async def test_a_body_that_is_too_large_holds_nothing() -> None:
-    limits = limits_of(bodies=10 * LARGE)
-    part = bytes(LARGE)
-    references = sys.getrefcount(part)
-    asked = request(part, bytes(LARGE), 3.0, b"1")
-    task = asyncio.create_task(read(limits, asked, limit=LARGE))
-    await asyncio.sleep(1)
-    assert await has_room(limits.bodies, 10 * LARGE)
-    assert sys.getrefcount(part) == references, "its parts are let go"
-    with pytest.raises(RequestTooLarge):
-        await task
-
-
-@pytest.mark.parametrize("encoding", ["br", "gzip, gzip", "x" * 99, "d\xe9flate"])
+@pytest.mark.parametrize("encoding", ["br", "gzip, gzip", "d\xe9flate"])
 async def test_other_encodings(encoding: str) -> None:
     asked = request(b"1")
     record_of(asked).first = {b"content-encoding": encoding.encode("latin-1")}
-    with pytest.raises(UnsupportedEncoding) as caught:
+    with pytest.raises(UnsupportedEncoding):
         await read(limits_of(), asked)
-    shown = ascii(encoding)[:60]
-    assert str(caught.value) == (f"the body's Content-Encoding is {shown}; send gzip, or none")
 
 
 # ---- threads -----------------------------------------------------------------------------------
 
 
-def on_threads(main: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine that waits for threads, for which no clock can leap."""
-    asyncio.run(main)
+on_threads = pytest.mark.parametrize("anyio_backend", ["asyncio"])
+"""For tests that wait for threads, for which no clock can leap."""
 
 
-def test_compressed_bodies() -> None:
-    async def run() -> None:
-        data = gzip.compress(b"abc" * 100_000)
-        asked = request(data, content_encoding="GZIP")
-        assert await read(limits_of(), asked) == b"abc" * 100_000
-        assert record_of(asked).body_bytes == 300_000
-        with refused("body_too_large", 299999):
-            await read(limits_of(), request(data, content_encoding="gzip"), limit=299_999)
-        assert await read(limits_of(), request(data, content_encoding="gzip"), limit=300_000)
-        with refused("malformed_body"):
-            await read(limits_of(), request(data[:-1], content_encoding="gzip"))
-        assert await read(limits_of(), request(b"", content_encoding="gzip")) == b""
-
-    on_threads(run())
+@on_threads
+async def test_compressed_bodies() -> None:
+    data = gzip.compress(b"abc" * 100_000)
+    asked = request(data, content_encoding="GZIP")
+    assert await read(limits_of(), asked) == b"abc" * 100_000
+    assert record_of(asked).body_bytes == 300_000
+    with refused("body_too_large", 299999):
+        await read(limits_of(), request(data, content_encoding="gzip"), limit=299_999)
+    assert await read(limits_of(), request(data, content_encoding="gzip"), limit=300_000)
+    with refused("malformed_body"):
+        await read(limits_of(), request(data[:-1], content_encoding="gzip"))
+    assert await read(limits_of(), request(b"", content_encoding="gzip")) == b""
 
 
-def test_the_content_holds_memory_and_what_it_may_become_before() -> None:
-    async def run() -> None:
-        limits = limits_of(bodies=10 * LARGE)
-        for size in (3 * LARGE, SMALL_BYTES):
-            asked = request(gzip.compress(bytes(size)), content_encoding="gzip")
-            with limits.request(asked):
-                await limits.read(asked, 4 * LARGE)
-                held = size if size > SMALL_BYTES else 0
-                assert await has_room(limits.bodies, 10 * LARGE - held)
-                assert not await has_room(limits.bodies, 10 * LARGE - held + 1)
-            assert await has_room(limits.bodies, 10 * LARGE)
-        await limits.bodies.grow(Hold("a"), LARGE, 0)
-        asked = request(gzip.compress(b""), content_encoding="gzip", x_request_timeout_ms="50")
-        with pytest.raises((Overloaded, SlowRequest, DeadlineExceeded)):
-            await read(limits, asked, limit=9 * LARGE)
-
-    on_threads(run())
+@on_threads
+async def test_the_content_holds_memory_and_what_it_may_become_before() -> None:
+    limits = limits_of(bodies=10 * LARGE)
+    for size in (3 * LARGE, SMALL_BYTES):
+        asked = request(gzip.compress(bytes(size)), content_encoding="gzip")
+        with limits.request(asked):
+            await limits.read(asked, 4 * LARGE)
+            held = size if size > SMALL_BYTES else 0
+            assert await has_room(limits.bodies, 10 * LARGE - held)
+            assert not await has_room(limits.bodies, 10 * LARGE - held + 1)
+        assert await has_room(limits.bodies, 10 * LARGE)
+    await limits.bodies.grow(Hold("a"), LARGE, 0)
+    asked = request(gzip.compress(b""), content_encoding="gzip", x_request_timeout_ms="50")
+    with pytest.raises((Overloaded, SlowRequest, DeadlineExceeded)):
+        await read(limits, asked, limit=9 * LARGE)
 
 
-def test_decompression_ends_with_its_request() -> None:
+@on_threads
+async def test_decompression_ends_with_its_request() -> None:
     """A gigabyte of zeros takes seconds, and the request may take 0.1 s."""
 
-    async def run() -> None:
-        data = gzip.compress(bytes(2**20)) * 1000
-        asked = request(data, content_encoding="gzip", x_request_timeout_ms="100")
-        threads = threading.active_count()
-        with pytest.raises(DeadlineExceeded):
-            await read(limits_of(2**40), asked, limit=2**31)
-        began = time.thread_time(), time.process_time()
-        await asyncio.sleep(0.5)
-        others_s = time.process_time() - began[1] - (time.thread_time() - began[0])
-        assert others_s < 0.3, "its thread does nothing any more"
-        assert threading.active_count() <= threads + 1
-
-    on_threads(run())
-
-
-def test_what_takes_long_runs_on_a_thread() -> None:
-    async def run() -> None:
-        own = threading.get_ident()
-        assert await run_anywhere(True, threading.get_ident) == own
-        assert await run_anywhere(False, threading.get_ident) != own
-        assert await run_anywhere(True, max, 3, 4) == 4
-        assert await run_anywhere(False, max, 3, 4) == 4
-
-    on_threads(run())
+    data = gzip.compress(bytes(2**20)) * 1000
+    asked = request(data, content_encoding="gzip", x_request_timeout_ms="100")
+    threads = threading.active_count()
+    with pytest.raises(DeadlineExceeded):
+        await read(limits_of(2**40), asked, limit=2**31)
+    began = time.thread_time(), time.process_time()
+    await asyncio.sleep(0.5)
+    others_s = time.process_time() - began[1] - (time.thread_time() - began[0])
+    assert others_s < 0.3, "its thread does nothing any more"
+    assert threading.active_count() <= threads + 1

@@ -75,9 +75,8 @@ async def test_the_first_body_of_a_client_may_pass_its_half(most: int) -> None:
     assert (await held(budget, "a", 150)).size == 150
     assert not (await asking(budget, "a", 1)).done()
     other = ByteBudget("bodies", most)
-    half = await held(other, "a", most - most // 2)
+    await held(other, "a", most - most // 2)
     assert not (await asking(other, "a", 1)).done(), "an odd byte belongs to the half"
-    assert half.size >= most / 2
 
 
 async def test_the_first_hold_of_all_may_pass_the_limit() -> None:
@@ -105,29 +104,6 @@ async def test_holds_that_wait_come_in_the_order_of_their_arrival() -> None:
     budget.release(first)
     await settle()
     assert (small.done(), third.done()) == (True, True)
-
-
-async def test_who_gives_up_does_not_stand_in_the_way() -> None:
-    budget = ByteBudget("bodies", 100)
-    await held(budget, "a", 40)
-    await held(budget, "b", 40)
-    large, small = await asking(budget, "c", 45), await asking(budget, "d", 20)
-    large.cancel()
-    await settle()
-    assert small.done()
-    assert (await small).size == 20
-
-
-async def test_bytes_that_were_got_while_their_request_ended_are_released() -> None:
-    budget = ByteBudget("bodies", 100)
-    first = await held(budget, "a", 90)
-    gone = await asking(budget, "b", 40)
-    budget.release(first)  # so it has the bytes, but has not run since
-    gone.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await gone
-    assert (await held(budget, "c", 50)).size == 50
-    assert (await held(budget, "d", 50)).size == 50
 
 
 @pytest.mark.parametrize(("longest_s", "left_s", "waits_s"), [(0, 7, 7), (2, 7, 2), (9, 7, 7)])
@@ -223,30 +199,5 @@ def test_half_sent_bodies_never_wait_for_each_other_for_ever(
                 await task
         assert not any(hold.size for hold in holds)
         assert len(await asyncio.gather(*(held(budget, c, 25) for c in "wxyz"))) == 4
-
-    run_leaping(run())
-
-
-@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 60)), min_size=1, max_size=20))
-@settings(max_examples=200, deadline=None)
-def test_a_client_has_no_more_than_half_while_another_waits(asked: list[tuple[str, int]]) -> None:
-    """Unless one body alone is larger than that, which may always arrive."""
-
-    async def run() -> None:
-        budget, own = ByteBudget("bodies", LIMIT), dict[asyncio.Task[Hold], tuple[str, int]]()
-        for client, size in asked:
-            own[await asking(budget, client, size)] = client, size
-        waiting = {client for task, (client, _) in own.items() if not task.done()}
-        for client, others in (("a", "b"), ("b", "a")):
-            sizes = [
-                task.result().size for task, (c, _) in own.items() if task.done() and c == client
-            ]
-            if others in waiting:
-                assert sum(sizes) <= max([LIMIT // 2, *sizes])
-        while own:
-            task = next(task for task in own if task.done())
-            budget.release(await task)
-            del own[task]
-            await settle()
 
     run_leaping(run())

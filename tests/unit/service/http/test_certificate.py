@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import ssl
 import subprocess
 import threading
 from pathlib import Path
@@ -71,13 +70,3 @@ def test_a_key_with_a_password_is_refused_without_a_question(tmp_path: Path) -> 
     subprocess.run([*encrypt, "-out", str(tmp_path / "locked")], check=True, capture_output=True)
     with pytest.raises(StartupError, match="or its key cannot be used"):
         Certificate(public, tmp_path / "locked").load()
-
-
-def test_the_end_of_the_certificate_is_read(tmp_path: Path) -> None:
-    public, private = make_certificate(tmp_path)
-    certificate = Certificate(public, private)
-    certificate.load()
-    assert (certificate.context, certificate.end) == (None, None), "it is not in use"
-    certificate.files.read()
-    assert isinstance(certificate.context, ssl.SSLContext)
-    assert certificate.end is not None

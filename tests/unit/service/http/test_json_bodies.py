@@ -25,18 +25,12 @@ def test_what_is_not_utf_8_is_named_with_its_place(size: int) -> None:
     for wrong in ("ü", "é"):
         data = text.encode().replace(wrong.encode(), wrong.encode("latin-1"))
         place = data.index(wrong.encode("latin-1"))
-        message = f"byte {place} is 0x{ord(wrong):02x} (Latin-1?); send JSON as UTF-8"
-        with pytest.raises(MalformedRequest) as caught:
+        with pytest.raises(MalformedRequest, match=f"byte {place} is 0x{ord(wrong):02x} "):
             load(data, FREE, size)
-        assert str(caught.value) == f"the body is not UTF-8: {message}"
     for encoding in ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"):
         for sent in (text, text.replace(",", " " * 40 + ",")):
-            with pytest.raises(MalformedRequest) as caught:
+            with pytest.raises(MalformedRequest, match="begins as UTF-16 or UTF-32, at byte 0"):
                 load(sent.encode(encoding), FREE, size)
-            assert str(caught.value) == (
-                "the body is not UTF-8: it begins as UTF-16 or UTF-32, at byte 0; "
-                "send JSON as UTF-8"
-            )
 
 
 @pytest.mark.parametrize("size", [*SIZES, SHORT_BYTES])
@@ -48,29 +42,6 @@ def test_a_byte_order_mark_of_utf_8_is_ignored(size: int) -> None:
         load("".encode("utf-8-sig"), FREE, size)
     with refused("malformed_body", 16):
         load('{"aa": [1, 2]]'.encode("utf-8-sig") + b" ", FREE, SHORT_BYTES)
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"", "the body is empty; send a JSON object"),
-        (b" \n", "the body is empty; send a JSON object"),
-        (b"[1, x]", "the body is not JSON: unexpected character, expected a JSON value at byte 4"),
-        (
-            '["é", x]'.encode(),
-            "the body is not JSON: unexpected character, expected a JSON value at byte 7",
-        ),
-        (
-            b'["\\ud800"]',
-            "the body is not JSON: no low surrogate in string at byte 2; \\ud800 to "
-            "\\udfff, surrogates, must come in pairs",
-        ),
-    ],
-)
-def test_errors_of_small_bodies(data: bytes, message: str) -> None:
-    with pytest.raises(MalformedRequest) as caught:
-        load(data, FREE)
-    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(
@@ -86,19 +57,14 @@ def test_errors_of_small_bodies(data: bytes, message: str) -> None:
 def test_the_limits_of_parts_and_values(data: bytes, parts: int, values: int) -> None:
     for size in (2, 3, 5):
         assert load(data, BodyLimits(10**9, parts, values), size) == orjson.loads(data)
-        with pytest.raises(RequestTooLarge) as caught:
+        with refused("body_too_large", parts - 1):
             load(data, BodyLimits(10**9, parts - 1, values), size)
-        assert str(caught.value) == (
-            f"the body has over {parts - 1} texts, lists and objects, the limit"
-        )
-        with pytest.raises(RequestTooLarge) as caught:
+        with refused("body_too_large", values - 1):
             load(data, BodyLimits(10**9, parts, values - 1), size)
-        assert str(caught.value) == f"the body has over {values - 1} values, the limit"
     assert load(data, BodyLimits(10**9, 0, 0), len(data)) == orjson.loads(data), "a short body"
 
 
 def test_limits_that_follow_from_those_of_requests() -> None:
-    assert SHORT_BYTES == 65_536
     assert BodyLimits.of_requests(7, 4096, 1000) == BodyLimits(7, 65_536, 66_536)
     assert BodyLimits.of_requests(7, 1, 1000) == BodyLimits(7, 32_768, 33_768)
     assert load(b"[" + b"1," * 32_766 + b"11]", BodyLimits(10**9, 1, 1))[-1] == 11
@@ -106,7 +72,9 @@ def test_limits_that_follow_from_those_of_requests() -> None:
         load(b"[" + b"1," * 32_766 + b"111]", BodyLimits(10**9, 1, 1))
 
 
-def test_a_body_that_nobody_waits_for_is_scanned_no_further() -> None:
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_a_body_that_nobody_waits_for_is_scanned_no_further() -> None:
     may_read, has_ended = threading.Event(), threading.Event()
     ends: list[str] = []
 
@@ -121,31 +89,13 @@ def test_a_body_that_nobody_waits_for_is_scanned_no_further() -> None:
         finally:
             has_ended.set()
 
-    async def leave() -> None:
-        loop = asyncio.get_running_loop()
-        with CancelScope() as scope:
-            await run_on_thread(read, lambda: loop.call_soon_threadsafe(scope.cancel))
-        assert scope.cancelled_caught
-        may_read.set()
-        assert await asyncio.to_thread(has_ended.wait, 10)
-
-    asyncio.run(leave())
+    loop = asyncio.get_running_loop()
+    with CancelScope() as scope:
+        await run_on_thread(read, lambda: loop.call_soon_threadsafe(scope.cancel))
+    assert scope.cancelled_caught
+    may_read.set()
+    assert await asyncio.to_thread(has_ended.wait, 10)
     assert ends == ["ended"]
-
-
-class Texts(BaseModel):
-    inputs: list[str]
-
-
-def test_a_wrong_value_is_named_by_its_place_in_lists_too() -> None:
-    with refused("invalid_body", 1):
-        validate(Texts, {"inputs": ["a", 5]})
-    with refused("invalid_body"):
-        validate(Texts, {"inputs": "a"})
-    with refused("invalid_body"):
-        validate(Texts, {})
-    with refused("invalid_body"):
-        validate(Texts, ["a"])
 
 
 # ---- shapes ------------------------------------------------------------------------------------
@@ -171,11 +121,9 @@ class Whole(BaseModel):
     [
         ({}, "part: Field required"),
         ([], "the body: Input should be an object"),
-        (3, "the body: Input should be an object"),
         ({"part": 3}, "part: Input should be an object"),
         ({"part": {"name": 3}}, "part.name: Input should be a valid string"),
         ({"part": {"name": "a", "x": 1}}, "part.x: there is no such field"),
-        ({"number": "a"}, "part: Field required"),
         ({"part": {"name": "a"}, "number": "secret"}, "number: Input should be a valid integer"),
         (
             {"part": {"name": "a", "others": 3}, "number": "a"},
@@ -196,50 +144,8 @@ def test_errors_of_shapes(value: Any, message: str) -> None:
     assert "secret" not in str(caught.value)
 
 
-class Containers(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-    numbers: dict[str, int] = {}
-    pair: tuple[int, int] = (1, 2)
-    rows: list[int] = []
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("numbers", "numbers: Input should be an object"),
-        ("pair", "pair: Input should be a valid array"),
-        ("rows", "rows: Input should be a valid array"),
-    ],
-)
-def test_errors_are_in_the_terms_of_json(name: str, message: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        validate(Containers, {name: 3})
-    assert str(caught.value) == message
-
-
-class Many(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    a: int
-    b: int
-    inner: "Inner"
-
-
-class Inner(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    a: int
-    b: int
-    c: int
-    d: int
-    e: int
-
-
 def test_four_errors_of_the_first_field_are_named() -> None:
     with pytest.raises(InvalidRequest) as caught:
-        validate(Many, {"a": 1, "b": 2, "inner": {}})
-    shown = "; ".join(f"inner.{name}: Field required" for name in "abcd")
+        validate(Whole, {"part": {"name": "a"}, "parts": [{}] * 6, "number": "a"})
+    shown = "; ".join(f"parts.{number}.name: Field required" for number in range(4))
     assert str(caught.value) == shown
-    with refused("invalid_body"):
-        validate(Many, {})

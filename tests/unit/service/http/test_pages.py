@@ -1,15 +1,15 @@
 """The OpenAPI document of routes by hand, and the pages that people open."""
 
-import asyncio
 import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from pydantic import BaseModel, computed_field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloze.service.http.pages import ASSET_PATHS, ASSETS, PAGE, PAGE_HEADERS, PARTS, document
+from cloze.service.http.pages import ASSET_PATHS, PAGE, PAGE_HEADERS, PARTS, document
 from cloze.service.http.routes import JSON, NPY, RAW, TEXT, Route, RouteDoc
 
 
@@ -50,7 +50,6 @@ def test_a_route_with_a_body() -> None:
         {"x-own": ("integer", "a number")}, (415, 429, 499, 422),
     )  # fmt: skip
     made = written(Route("POST", "/ask/{name}/of/{other}", handler, doc))
-    assert made["openapi"] == "3.1.0"
     assert made["info"] == {"title": "T", "version": "7", "description": "words"}
     operation = made["paths"]["/ask/{name}/of/{other}"]["post"]
     assert operation["operationId"] == "post_ask_name_of_other_"
@@ -80,10 +79,7 @@ def test_a_route_with_a_body() -> None:
         "description": "a number", "schema": {"type": "integer"},
     }  # fmt: skip
     errors = {status: error for status, error in operation["responses"].items() if status != "200"}
-    assert {status: error["description"] for status, error in errors.items()} == {
-        "415": "Unsupported Media Type", "429": "Too Many Requests",
-        "499": "Client closed its connection", "422": errors["422"]["description"],
-    }  # fmt: skip
+    assert errors["499"]["description"] == "Client closed its connection"
     for error in errors.values():
         assert error["content"] == {JSON: {"schema": {"$ref": "#/components/schemas/Wrong"}}}
     more = {
@@ -97,7 +93,6 @@ def test_a_route_with_a_body() -> None:
         "422": set(),
     }
     assert errors["429"]["headers"]["retry-after"]["schema"] == {"type": "integer"}
-    assert errors["415"]["headers"]["accept-encoding"]["schema"] == {"type": "string"}
 
 
 def test_routes_without_bodies() -> None:
@@ -106,10 +101,7 @@ def test_routes_without_bodies() -> None:
     made = written(Route("GET", "/x", handler, nothing), Route("POST", "/x", handler, something))
     assert set(made["paths"]["/x"]) == {"get", "post"}
     operation = made["paths"]["/x"]["get"]
-    assert operation["operationId"] == "get_x"
     assert set(operation) == {"operationId", "summary", "tags", "responses"}
-    assert set(operation["responses"]) == {"200"}
-    assert set(operation["responses"]["200"]) == {"description", "headers"}
     assert list(operation["responses"]["200"]["headers"]) == ["x-request-id"]
     assert "examples" not in made["paths"]["/x"]["post"]["requestBody"]["content"][JSON]
     only_text = RouteDoc("a", "b", list[str], Wrong)
@@ -121,53 +113,33 @@ def test_routes_without_bodies() -> None:
 # ---- pages -------------------------------------------------------------------------------------
 
 
-def opened(handle: Any) -> tuple[str, dict[str, str]]:
-    response = asyncio.run(handle(Request({"type": "http"})))
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("page", "script"),
+    [(PAGE, "script-src 'self'; style-src 'self'; connect-src 'self'; "),
+     (PARTS["/docs"], "script-src 'self'; style-src 'unsafe-inline' ")],
+)  # fmt: skip
+async def test_a_page_runs_no_script_of_another_address(page: Any, script: str) -> None:
+    response = await page(Request({"type": "http"}))
     assert response.status_code == 200
-    headers = {n.decode(): v.decode() for n, v in response.raw_headers}
-    return bytes(response.body).decode(), headers
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    assert response.headers["cache-control"] == "no-cache"
+    assert response.headers["referrer-policy"] == "no-referrer"
+    assert response.headers["x-content-type-options"] == "nosniff"
+    policy = f"default-src 'none'; {script}"
+    assert response.headers["content-security-policy"].startswith(policy)
+    assert set(response.headers) - {"content-type", "content-length"} == PAGE_HEADERS.keys()
+    body = bytes(response.body).decode()
+    named = {f"/{name}" for name in re.findall(r'(?:href|src)="([^"#:]+\.\w+)"', body)}
+    assert named
+    assert named <= {*PARTS, *ASSET_PATHS}
 
 
-def test_the_page_and_its_parts() -> None:
-    body, headers = opened(PAGE)
-    assert body.startswith("<!doctype html>")
-    assert headers["content-type"] == "text/html; charset=utf-8"
-    assert headers["cache-control"] == "no-cache"
-    assert headers["referrer-policy"] == "no-referrer"
-    assert headers["x-content-type-options"] == "nosniff"
-    policy = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    assert headers["content-security-policy"].startswith(policy)
-    assert headers.keys() - {"content-type", "content-length"} == PAGE_HEADERS.keys()
-    assert all(kind == "string" for kind, _ in PAGE_HEADERS.values())
-    named = set(re.findall(r'(?:href|src)="(page/[^"]+)"', body))
-    assert {f"/{name}" for name in named} <= PARTS.keys()
-    assert PARTS.keys() == {
-        "/docs", "/page/docs.js", "/page/style.css", "/page/page.js", "/page/panels.js",
-        "/page/elements.js", "/page/live.js",
-    }  # fmt: skip
+@pytest.mark.anyio
+async def test_the_parts_of_pages_have_their_types() -> None:
+    kinds = {".css": "text/css", ".js": "text/javascript", "": "text/html"}
     for path, handle in PARTS.items():
-        text, headers = opened(handle)
-        kinds = {".css": "text/css", ".js": "text/javascript", "": "text/html"}
-        kind = kinds[Path(path).suffix]
-        assert headers["content-type"] == f"{kind}; charset=utf-8"
-        assert text
-        assert "content-security-policy" in headers
-
-
-def test_the_documentation_page_runs_no_script_of_another_address() -> None:
-    body, headers = opened(PARTS["/docs"])
-    policy = headers["content-security-policy"]
-    assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'unsafe-inline' ")
-    assert "img-src 'self' data:;" in policy
-    assert headers["cache-control"] == "no-cache"
-    assert "<title>Cloze</title>" in body
-    assert ASSETS == "/docs/assets"
-    assert ASSET_PATHS == (
-        "/docs/assets/swagger-ui-bundle.js", "/docs/assets/swagger-ui.css",
-        "/docs/assets/favicon.png",
-    )  # fmt: skip
-    script, style, icon = (path.removeprefix("/") for path in ASSET_PATHS)
-    assert re.findall(r'<script defer src="(.*?)"></script>', body) == [script, "page/docs.js"]
-    assert f'rel="stylesheet" href="{style}"' in body
-    assert f'rel="icon" href="{icon}"' in body
-    assert 'data-url="openapi.json"' in body
+        response = await handle(Request({"type": "http"}))
+        assert response.body
+        assert response.headers["content-type"] == f"{kinds[Path(path).suffix]}; charset=utf-8"
+        assert "content-security-policy" in response.headers

@@ -165,22 +165,6 @@ def test_a_time_is_given_back_by_who_is_admitted_early_or_leaves() -> None:
     made.returns.closed(Open(), 101.0)
 
 
-def test_who_was_admitted_begins_anew() -> None:
-    made, connection = Told(), Open()
-    made.refuse(connection, 100.0, 10.0)
-    made.admit(connection, 101.0)
-    assert made.refuse(connection, 102.0, 3.0) == (3.0, 0.0)
-
-
-def test_a_request_that_is_refused_after_the_gate_did_not_come_back_as_told() -> None:
-    made, connection = Told(), Open()
-    made.refuse(connection, 100.0)
-    for number in range(3):
-        now = 100.1 + number / 10
-        made.admit(connection, now)
-        assert made.refuse(connection, now)[1] == pytest.approx(0.25 * 2**number)
-
-
 def test_other_lines_of_a_client_are_no_way_around_the_holds() -> None:
     made, connection = Told(), Open()
     lines = [LINE._replace(patience=number % 2) for number in range(4)]
@@ -189,12 +173,6 @@ def test_other_lines_of_a_client_are_no_way_around_the_holds() -> None:
     assert {after for after, _ in told} == {2.0}, "a connection has one time in all"
     proxied = LINE._replace(client="b")
     assert made.refuse(connection, 100.5, line=proxied)[1] == 0.0, "another client behind a proxy"
-
-
-def test_a_time_that_has_passed_delays_nobody() -> None:
-    made = Told()
-    made.refuse(Open(), 100.0, 50.0)
-    assert made.refuse(Open(), 154.0, 1.0, 30.0)[0] == 1.0
 
 
 def test_no_time_is_later_than_a_minute_or_sooner_than_a_twentieth_of_a_second() -> None:

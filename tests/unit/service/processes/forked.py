@@ -25,8 +25,6 @@ name, folder = child["name"], os.path.dirname(child["engine_sockets"][0])
 def note(event):
     with open(folder + "/events", "a") as events:
         events.write(f"{event} {name} {os.getpid()}\\n")
-def told(what):
-    return os.path.exists(f"{folder}/{what}-{name}")
 def end(*_):
     note("end")
     os._exit(0)
@@ -35,20 +33,17 @@ note("start")
 with open(f"{folder}/config-{name}", "w") as config:
     json.dump(child | {"environment": dict(os.environ)}, config)
 os.fstat(child["listener"])
-if told("fail"):
+if os.path.exists(f"{folder}/fail-{name}"):
     sys.exit(int(open(f"{folder}/fail-{name}").read()))
-while told("wait"):
+while os.path.exists(f"{folder}/wait-{name}"):
     time.sleep(0.01)
 note("ready")
 os.write(child["ready"], b"1")
 while os.getppid() == child["parent"]:
-    if os.path.exists(folder + "/beats") and not told("silent"):
-        os.write(child["ready"], b"1")
     time.sleep(0.02)
 """
 """A child that notes what happens to it. Files of its folder say what it does: ``fail-NAME`` holds
-the exit code of its start, with ``wait-NAME`` it is not ready, and with ``beats`` it goes on to
-report unless there is ``silent-NAME``."""
+the exit code of its start, and with ``wait-NAME`` it is not ready."""
 
 _LONGEST_S = 60
 """A fork that lives for longer hangs; it writes where, and ends."""

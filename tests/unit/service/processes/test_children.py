@@ -7,23 +7,25 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cloze.service.errors import StartupError
-from cloze.service.processes.children import Child, ChildConfig, end_all, listen_for_front_ends
+from cloze.service.processes.children import Child, ChildConfig, end_all
 from cloze.service.settings import Settings
-from tests.support.leaping_loop import run_leaping
+from tests.support.leaping_loop import LEAPING
 from tests.support.virtual_time import LOOP_CLOCK, VirtualClock
 from tests.unit.service.processes.forked import forked
 
 PR_GET_PDEATHSIG = 2
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return LEAPING
 
 
 def config(parent: int = os.getppid(), ready: int = 7) -> ChildConfig:
@@ -48,16 +50,6 @@ def test_a_child_reads_its_configuration_and_ends_with_its_parent(tmp_path: Path
         assert fork.code() == 7, fork.log
 
 
-def test_a_child_whose_parent_has_ended_ends(tmp_path: Path) -> None:
-    def run() -> int:
-        sys.argv = ["child", config(os.getpid()).to_argument()]
-        ChildConfig.from_arguments()
-        return 7
-
-    with forked(run, tmp_path / "output") as fork:
-        assert fork.code() == 1
-
-
 def test_a_child_looks_at_its_parent_where_the_kernel_does_not_end_it(tmp_path: Path) -> None:
     def run() -> int:
         async def serve() -> None:
@@ -78,66 +70,42 @@ def reported(reader: int) -> bytes:
         return b""
 
 
-def test_a_child_reports_every_second() -> None:
-    reader, writer = os.pipe()
-    os.set_blocking(reader, False)
-
-    async def run() -> list[bytes]:
-        reports = []
-        config(ready=writer).report_ready()
-        for wait_s in (0.5, 1.0, 2.0):
-            await asyncio.sleep(wait_s)
-            reports.append(reported(reader))
-        return reports
-
-    assert [len(report) for report in run_leaping(run())] == [1, 1, 2]
-    assert not os.get_blocking(writer)
-    os.close(reader)
-    os.close(writer)
-
-
-def test_a_supervisor_that_does_not_read_stops_no_child() -> None:
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    """Return a pipe that waits for nobody."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)
-    errors: list[object] = []
-
-    async def run() -> tuple[bytes, bytes]:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
-        with pytest.raises(BlockingIOError):
-            while True:
-                os.write(writer, bytes(4096))
-        config(ready=writer).report_ready()
-        await asyncio.sleep(1.5)
-        full = reported(reader)
-        await asyncio.sleep(1)
-        later = reported(reader)
-        os.close(reader)
-        await asyncio.sleep(3)
-        return full, later
-
-    full, later = run_leaping(run())
-    assert set(full) == {0}
-    assert len(later) == 1
-    assert errors == []
-    os.close(writer)
-
-
-def test_a_report_reaches_a_reader_that_waits() -> None:
-    reader, writer = os.pipe()
-    got: list[bytes] = []
-    thread = threading.Thread(target=lambda: got.append(os.read(reader, 1)))
-    thread.start()
-
-    async def run() -> None:
-        replace(config(), ready=writer).report_ready()
-
-    asyncio.run(run())
-    thread.join(20)
-    assert len(got) == 1
-    assert got[0] != b""
+    yield reader, writer
     os.close(reader)
     os.close(writer)
+
+
+@pytest.mark.anyio
+async def test_a_child_reports_every_second(pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
+    os.set_blocking(writer, True)
+    config(ready=writer).report_ready()
+    assert not os.get_blocking(writer)
+    for wait_s, count in ((0.5, 1), (1.0, 1), (2.0, 2)):
+        await asyncio.sleep(wait_s)
+        assert len(reported(reader)) == count
+
+
+@pytest.mark.anyio
+async def test_a_supervisor_that_does_not_read_stops_no_child(pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
+    errors: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    with pytest.raises(BlockingIOError):
+        while True:
+            os.write(writer, bytes(4096))
+    config(ready=writer).report_ready()
+    await asyncio.sleep(1.5)
+    assert set(reported(reader)) == {0}
+    await asyncio.sleep(1)
+    assert len(reported(reader)) == 1
+    assert errors == []
 
 
 # ---- restarts -------------------------------------------------------------------------------------
@@ -195,51 +163,42 @@ class Lives(Child):
         return 1
 
 
-def waits_of(listener: socket.socket, folder: Path, *lives_s: float | None) -> list[float]:
+async def waits_of(listener: socket.socket, folder: Path, *lives_s: float | None) -> list[float]:
     """Return the seconds between the end of each process and the next start."""
-    ended = 0
-
-    def restarted() -> None:
-        nonlocal ended
-        ended += 1
-
-    async def run() -> list[float]:
-        child = Lives("engine-0", (), listener, clock=LOOP_CLOCK)
-        child.lives_s, child.starts = [*lives_s, 0.0], []
-        with suppress(TimeoutError):
-            await asyncio.wait_for(kept(child, folder, restarted), 10_000)
-        assert ended == len(lives_s) - lives_s.count(None)
-        ends = [start + (life or 0) for start, life in zip(child.starts, lives_s, strict=False)]
-        return [next_start - end for next_start, end in zip(child.starts[1:], ends, strict=True)]
-
-    return run_leaping(run())
+    ended: list[None] = []
+    child = Lives("engine-0", (), listener, clock=LOOP_CLOCK)
+    child.lives_s, child.starts = [*lives_s, 0.0], []
+    with suppress(TimeoutError):
+        await asyncio.wait_for(kept(child, folder, lambda: ended.append(None)), 10_000)
+    assert len(ended) == len(lives_s) - lives_s.count(None)
+    ends = [start + (life or 0) for start, life in zip(child.starts, lives_s, strict=False)]
+    return [next_start - end for next_start, end in zip(child.starts[1:], ends, strict=True)]
 
 
-def test_the_delay_doubles_up_to_half_a_minute_and_is_reset_after_a_minute(
+@pytest.mark.anyio
+async def test_the_delay_doubles_up_to_half_a_minute_and_is_reset_after_a_minute(
     listener: socket.socket, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = [0.25, 0.5, 1, 2, 4, 8, 16, 30, 30]
-    assert waits_of(listener, tmp_path, *[0.0] * 9) == pytest.approx(expected)
-    assert "engine-0 ended with 1; it starts again in 0.25 s" in caplog.text
-    assert waits_of(listener, tmp_path, 0.0, 0.0, 59.9, 60.1) == pytest.approx([0.25, 0.5, 1, 0.25])
-
-
-def test_a_start_that_the_system_refuses_is_tried_again(
-    listener: socket.socket, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert waits_of(listener, tmp_path, 0.0, None, None) == pytest.approx([0.25, 0.5, 1])
-    text = "engine-0 does not start (Resource temporarily unavailable); it starts again in 0.5 s"
-    assert text in caplog.text
-    with pytest.raises(OSError, match="temporarily"):
-        waits_of(listener, tmp_path, None)
-
-
-def test_the_gauges_of_a_child_end_with_it(listener: socket.socket, tmp_path: Path) -> None:
     gauges = [tmp_path / f"gauge_livesum_engine-{number}.db" for number in (0, 1)]
     for file in gauges:
         file.touch()
-    waits_of(listener, tmp_path, 0.0)
+    assert await waits_of(listener, tmp_path, *[0.0] * 9) == pytest.approx(expected)
     assert [file.exists() for file in gauges] == [False, True], "its gauges end with it"
+    assert "engine-0 ended with 1; it starts again in 0.25 s" in caplog.text
+    assert await waits_of(listener, tmp_path, 0.0, 0.0, 59.9, 60.1) == pytest.approx(
+        [0.25, 0.5, 1, 0.25]
+    )
+
+
+@pytest.mark.anyio
+async def test_a_start_that_the_system_refuses_is_tried_again(
+    listener: socket.socket, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert await waits_of(listener, tmp_path, 0.0, None, None) == pytest.approx([0.25, 0.5, 1])
+    assert "engine-0 does not start (Resource temporarily unavailable)" in caplog.text
+    with pytest.raises(OSError, match="temporarily"):
+        await waits_of(listener, tmp_path, None)
 
 
 class Silent:
@@ -259,27 +218,28 @@ class Silent:
         return -9
 
 
-@pytest.mark.parametrize(("reports_at", "limit_s"), [((), 600.0), ((5.0, 12.5), 8.0)])
-def test_a_silent_child_is_killed(
-    listener: socket.socket,
-    caplog: pytest.LogCaptureFixture,
-    reports_at: Sequence[float],
-    limit_s: float,
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("reports_at", "limit_s", "stopped_s"),
+    [((), 600.0, 0), ((5.0, 12.5), 8.0, 0), ((5.0, 12.5), 8.0, 1000)],
+)
+async def test_a_silent_child_is_killed(
+    listener: socket.socket, reports_at: Sequence[float], limit_s: float, stopped_s: float
 ) -> None:
-    async def run() -> tuple[list[float], int, bool]:
-        child, process, reports = made(listener), Silent(), asyncio.StreamReader()
-        running: Any = process
-        child.process = running
-        for at in reports_at:
-            asyncio.get_running_loop().call_at(at, reports.feed_data, b"1")
-        code = await child._watch(reports)
-        assert child.process is None
-        return process.killed, code, child.ready.is_set()
-
-    (killed,), code, is_ready = run_leaping(run())
-    assert killed == pytest.approx(limit_s + max(reports_at, default=0.0), abs=1.0)
-    assert (code, is_ready) == (-9, bool(reports_at))
-    assert f"engine-0 has not reported for {limit_s:.0f} s; it is replaced" in caplog.text
+    """Seconds in which all processes were stopped do not count."""
+    child, process, reports = made(listener), Silent(), asyncio.StreamReader()
+    running: Any = process
+    child.process = running
+    loop: Any = asyncio.get_running_loop()
+    for at in reports_at:
+        loop.call_at(at, reports.feed_data, b"1")
+    loop.call_at(15.0, lambda: setattr(loop, "_now", loop.time() + stopped_s))
+    assert await child._watch(reports) == -9
+    assert child.process is None
+    (killed,) = process.killed
+    expected_s = max(reports_at, default=0.0) + limit_s + stopped_s
+    assert killed == pytest.approx(expected_s, abs=1.5)
+    assert child.ready.is_set() == bool(reports_at)
 
 
 def test_a_child_reports_and_its_end_is_seen(listener: socket.socket, tmp_path: Path) -> None:
@@ -296,39 +256,6 @@ def test_a_child_reports_and_its_end_is_seen(listener: socket.socket, tmp_path: 
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_a_child_that_ends_before_it_is_ready_is_not_started_again(
-    listener: socket.socket, tmp_path: Path
-) -> None:
-    child = made(listener, (sys.executable, "-S", "-c", "raise SystemExit(3)"))
-    assert asyncio.run(kept(child, tmp_path)) == 3
-
-
-def test_a_child_that_does_not_start_leaves_no_descriptor(
-    listener: socket.socket, tmp_path: Path
-) -> None:
-    child = made(listener, ("/no/such/program",))
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    with pytest.raises(OSError, match="No such file"):
-        asyncio.run(kept(child, tmp_path))
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
-    assert child.process is None
-
-
-def test_children_end_in_time_or_are_killed(listener: socket.socket) -> None:
-    polite, stubborn = made(listener), made(listener)
-    ignoring = "import signal, sys, time; signal.signal(15, signal.SIG_IGN); print(); sys.stdout.flush(); time.sleep(60)"
-    polite.process = subprocess.Popen(SLEEPS)
-    process = subprocess.Popen([sys.executable, "-S", "-c", ignoring], stdout=subprocess.PIPE)
-    stubborn.process = process
-    assert process.stdout is not None
-    process.stdout.readline()
-    idle = made(listener)
-    end_all([polite, stubborn, idle], 0.2)
-    assert polite.process.returncode == -signal.SIGTERM
-    assert process.returncode == -signal.SIGKILL
-    process.stdout.close()
-
-
 # ---- ends --------------------------------------------------------------------------------------
 
 
@@ -337,40 +264,14 @@ class Process:
 
     def __init__(self, name: str, notes: list[str], clock: VirtualClock, ends: bool) -> None:
         self.name, self.notes, self.clock, self.ends = name, notes, clock, ends
-
-    def note(self, what: str) -> None:
-        self.notes.append(f"{what} {self.name}")
-
-    def terminate(self) -> None:
-        self.note("terminate")
-
-    def kill(self) -> None:
-        self.note("kill")
+        self.terminate = lambda: notes.append(f"terminate {name}")
+        self.kill = lambda: notes.append(f"kill {name}")
 
     def wait(self, timeout: float | None = None) -> None:
-        self.note(f"wait {timeout}")
+        self.notes.append(f"wait {timeout} {self.name}")
         if timeout is not None and not self.ends:
             self.clock.now += timeout
             raise subprocess.TimeoutExpired(self.name, timeout)
-
-
-def test_front_ends_wait_for_an_engine_in_a_long_queue(tmp_path: Path) -> None:
-    listening = listen_for_front_ends(tmp_path / "engine-0.sock")
-    clients = [socket.socket(socket.AF_UNIX) for _ in range(300)]
-    for client in clients:
-        client.setblocking(False)
-        client.connect(str(tmp_path / "engine-0.sock"))
-    for opened in (*clients, listening):
-        opened.close()
-
-
-def test_a_path_that_is_too_long_leaves_no_socket(tmp_path: Path) -> None:
-    path = tmp_path / ("x" * 100) / "engine-0.sock"
-    path.parent.mkdir()
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    with pytest.raises(StartupError, match=r"engine-0\.sock: .*; set TMPDIR to a short path"):
-        listen_for_front_ends(path)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_all_children_share_one_time(listener: socket.socket) -> None:

@@ -10,43 +10,21 @@ import numpy as np
 import pytest
 
 from cloze.model_store.batch import Encoding
-from cloze.service.batching.fair_queue import NO_WAIT, ExpectedWait, LineKey, Submission, Terms
+from cloze.service.batching.fair_queue import NO_WAIT, ExpectedWait, LineKey, Submission
 from cloze.service.clock import CLOCK, Clock
 from cloze.service.core import BatchResult
 from cloze.service.errors import EngineDead, Overloaded, ShuttingDown
 from cloze.service.processes import frames
 from cloze.service.processes.frontend import EngineLink, RemoteQueue
 from tests.support.encodings import submit
-from tests.support.leaping_loop import run_leaping
+from tests.support.leaping_loop import LEAPING
 from tests.support.refusals import refused
 from tests.support.virtual_time import VirtualClock
+from tests.unit.service.processes.wire import Wire
 
 pytestmark = pytest.mark.anyio
 
-
-class Wire:
-    """The transport of a link: decodes what the front end sends."""
-
-    def __init__(self) -> None:
-        self.sent: list[frames.Run | frames.Cancel] = []
-
-    def is_closing(self) -> bool:
-        return False
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def writelines(self, parts: list[bytes]) -> None:
-        length, message = parts
-        assert struct.unpack("=I", length) == (len(message),)
-        self.sent.append(frames.decode_request(message))
-
-    def close(self) -> None:
-        pass
-
-    @property
-    def runs(self) -> list[frames.Run]:
-        return [message for message in self.sent if isinstance(message, frames.Run)]
+leaping = pytest.mark.parametrize("anyio_backend", [LEAPING])
 
 
 class Engines:
@@ -57,12 +35,10 @@ class Engines:
         self.links = [
             EngineLink(Path(f"engine-{n}.sock"), ["bert@1"], self.up, clock) for n in range(count)
         ]
-        self.wires: list[Wire] = []
         self.queue = RemoteQueue(self.links, 0)
 
     def start(self, number: int = 0, reference: str = "bert@1") -> Wire:
-        wire: Any = Wire()
-        self.wires.append(wire)
+        wire: Any = Wire(frames.decode_request)
         self.links[number].connection_made(wire)
         greeting = frames.Greeting({reference: "int8"})
         self.links[number].received(memoryview(frames.encode(greeting)))
@@ -90,13 +66,15 @@ async def test_a_request_is_sent_and_answered() -> None:
     engines = Engines()
     assert engines.queue.dead_reason == "engine-0 has not started yet"
     assert engines.queue.precision() == ""
+    with refused("engine_dead"):
+        engines.submit()
     wire = engines.start()
     assert engines.up.is_set()
     assert engines.queue.dead_reason is None
     assert engines.queue.precision() == "int8"
     future = engines.submit(3, client="someone", timeout_s=2.5, trace="t")
     assert engines.queue.state.tokens == 3
-    (run,) = wire.runs
+    (run,) = wire.sent
     sent = run.terms
     assert (sent.client, sent.timeout_s, sent.trace) == ("someone", 2.5, "t")
     assert (run.model, sent.later_round) == (0, False)
@@ -104,27 +82,10 @@ async def test_a_request_is_sent_and_answered() -> None:
     assert future.result(0).queue_s == 0.25
     assert engines.queue.state.tokens == 0
     engines.answer(0, run, RESULT)  # a late answer belongs to nobody
-
-
-async def test_a_model_has_a_queue_on_all_engines() -> None:
-    engines = Engines(2)
-    other = RemoteQueue(engines.links, 1)
-    assert other.dead_reason == "engine-0 has not started yet; engine-1 has not started yet"
-    wire = engines.start(1)
-    engines.links[1].precisions = ["int8", "fp32"]
-    assert [queue.precision() for queue in (engines.queue, other)] == ["int8", "fp32"]
-    array = np.arange(4, dtype=np.int32)
-    submit(other, [Encoding(array, array)], time.monotonic() + 60)
-    assert wire.runs[0].model == 1
-    assert other.state.tokens == 4
-
-
-async def test_an_error_of_the_engine_ends_the_request() -> None:
-    engines = Engines()
-    wire = engines.start()
-    future = engines.submit()
-    engines.answer(0, wire.runs[0], Overloaded("full", 7))
-    assert isinstance(future.exception(0), Overloaded)
+    failed = engines.submit(3, is_bulk=True, later_round=True)
+    assert wire.sent[1].terms[-2:] == (True, True)
+    engines.answer(0, wire.sent[1], Overloaded("full", 7))
+    assert isinstance(failed.exception(0), Overloaded)
     assert engines.queue.state.tokens == 0
 
 
@@ -133,8 +94,8 @@ async def test_requests_go_to_the_running_engine_with_the_fewest_tokens() -> Non
     one, two = engines.start(0), engines.start(1)
     for tokens in (5, 3, 1, 1):
         engines.submit(tokens)
-    assert [len(run.encodings[0]) for run in one.runs] == [5]
-    assert [len(run.encodings[0]) for run in two.runs] == [3, 1, 1]
+    assert [len(run.encodings[0]) for run in one.sent] == [5]
+    assert [len(run.encodings[0]) for run in two.sent] == [3, 1, 1]
     assert engines.queue.state.tokens == 10
 
 
@@ -143,15 +104,9 @@ async def test_a_cancelled_request_is_cancelled_at_the_engine() -> None:
     wire = engines.start()
     future = engines.submit()
     assert future.cancel()
-    assert wire.sent[-1] == frames.Cancel(wire.runs[0].number)
+    assert wire.sent[-1] == frames.Cancel(wire.sent[0].number)
     assert engines.queue.state.tokens == 0
     assert future.done()
-
-
-async def test_without_an_engine_requests_fail_at_once() -> None:
-    engines = Engines()
-    with refused("engine_dead"):
-        engines.submit()
 
 
 async def test_requests_wait_for_the_process_that_replaces_theirs() -> None:
@@ -162,18 +117,18 @@ async def test_requests_wait_for_the_process_that_replaces_theirs() -> None:
     assert engines.queue.dead_reason == "the process of engine-0 ended"
     assert engines.links[0].keeps_requests
     kept = engines.submit(4)
-    assert len(first.runs) == 1
+    assert len(first.sent) == 1
     cancelled = engines.submit(5)
     cancelled.cancel()
     second = engines.start()
     assert not engines.links[0].keeps_requests
-    assert [len(run.encodings[0]) for run in second.runs] == [3, 4]
-    assert [run.terms.later_round for run in second.runs] == [True, False], (
+    assert [len(run.encodings[0]) for run in second.sent] == [3, 4]
+    assert [run.terms.later_round for run in second.sent] == [True, False], (
         "one was admitted before"
     )
     assert not sent.done()
     assert not kept.done()
-    for run in second.runs:
+    for run in second.sent:
         engines.answer(0, run, RESULT)
     assert sent.result(0)
     assert kept.result(0)
@@ -189,24 +144,6 @@ async def test_a_request_that_was_sent_to_two_engines_is_given_up() -> None:
     engines.links[0].lost()
     assert isinstance(twice.exception(0), EngineDead)
     assert not once.done()
-
-
-async def test_a_kept_request_goes_to_the_engine_that_starts_again() -> None:
-    engines = Engines(2)
-    engines.start(1)
-    engines.links[1].lost()
-    engines.submit()
-    assert [link.tokens for link in engines.links] == [0, 3]
-    assert (
-        engines.queue.dead_reason == "engine-0 has not started yet; the process of engine-1 ended"
-    )
-
-
-async def test_an_engine_with_other_models_is_not_used() -> None:
-    engines = Engines()
-    engines.start(reference="bert@2")
-    assert engines.queue.dead_reason == "engine-0 serves other models than this front end"
-    assert not engines.up.is_set()
 
 
 async def test_a_closed_queue_fails_what_is_pending() -> None:
@@ -230,7 +167,7 @@ async def test_the_expected_wait_is_the_shortest_of_the_running_engines() -> Non
     for number, wait_s in enumerate((5.0, 3.0, 1.0)):
         wire = engines.start(number)
         engines.submit(3, client="a")
-        engines.answer(number, wire.runs[-1], RESULT, wait_s)
+        engines.answer(number, wire.sent[-1], RESULT, wait_s)
         engines.links[number].dead_reason = "not now"
     assert engines.wait() == NO_WAIT
     engines.links[0].dead_reason = engines.links[1].dead_reason = None
@@ -244,31 +181,6 @@ async def test_the_expected_wait_is_the_shortest_of_the_running_engines() -> Non
     assert engines.wait().seconds == 0.0
 
 
-async def test_waits_of_many_lines_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert EngineLink._MAX_WAITS == 4096
-    monkeypatch.setattr(EngineLink, "_MAX_WAITS", 2)
-
-    engines = Engines()
-    wire = engines.start()
-    for name, kept in (("a", 1), ("b", 2), ("c", 1)):
-        engines.submit(client=name)
-        engines.answer(0, wire.runs[-1], RESULT, 3.0)
-        assert len(engines.links[0]._waits) == kept
-        assert engines.wait(name).seconds > 2.9
-
-
-async def test_defaults_of_a_request() -> None:
-    engines = Engines()
-    wire = engines.start()
-    engines.submit()
-    (run,) = wire.runs
-    assert run.terms == Terms(run.terms.deadline)
-    assert engines.queue.state.backlog_s == 0
-    engines.submit(is_bulk=True, later_round=True)
-    sent = wire.runs[-1].terms
-    assert (sent.is_bulk, sent.later_round) == (True, True)
-
-
 async def test_kept_requests_up_to_the_limit_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineLink, "_MAX_KEPT_TOKENS", 10)
 
@@ -280,9 +192,9 @@ async def test_kept_requests_up_to_the_limit_wait(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(EngineDead, match="the engine is dead: the process of engine-0 ended"):
         engines.submit(1)
     wire = engines.start()
-    assert len(wire.runs) == 2
+    assert len(wire.sent) == 2
     engines.submit(1)
-    assert len(wire.runs) == 3, "a running engine bounds its own queue"
+    assert len(wire.sent) == 3, "a running engine bounds its own queue"
 
 
 async def test_a_link_connects_again_and_closes_at_the_end(tmp_path: Path) -> None:
@@ -322,81 +234,38 @@ async def test_a_link_connects_again_and_closes_at_the_end(tmp_path: Path) -> No
     server.close()
 
 
-async def test_a_request_is_not_cancelled_at_an_engine_that_is_gone() -> None:
+@leaping
+async def test_no_time_but_the_deadline_ends_the_wait_for_the_next_process() -> None:
     engines = Engines()
+    engines.start()
+    patient, hasty = engines.submit(3), engines.submit(4)
+    engines.links[0].lost()
+    await asyncio.sleep(600)
+    assert not patient.done()
+    hasty.cancel()  # as `RequestWatch` does at the deadline
+    kept = engines.submit(5)
     wire = engines.start()
+    assert [len(run.encodings[0]) for run in wire.sent] == [3, 5]
+    await asyncio.sleep(600)
+    assert not patient.done(), "no timer of the replaced process ends it"
+    assert not kept.done()
+    for run in wire.sent:
+        engines.answer(0, run, RESULT)
+    assert patient.result(0)
+    assert kept.result(0)
+
+
+@leaping
+async def test_an_engine_with_other_models_ends_no_wait() -> None:
+    engines = Engines()
+    engines.start()
     future = engines.submit()
     engines.links[0].lost()
-    future.cancel()
-    assert len(wire.sent) == 1
-    assert engines.queue.state.tokens == 0
-
-
-def test_a_future_that_has_ended_keeps_its_end() -> None:
-    cancelled = Submission(Terms(1.0), ())
-    cancelled.cancel()
-    cancelled.end(RESULT)
-    cancelled.end(EngineDead("late"))
-    assert cancelled.cancelled()
-    ended = Submission(Terms(1.0), ())
-    ended.end(RESULT)
-    ended.end(EngineDead("late"))
-    assert ended.result(0) is RESULT
-
-
-def test_no_time_but_the_deadline_ends_the_wait_for_the_next_process() -> None:
-    async def main() -> None:
-        engines = Engines()
-        engines.start()
-        patient, hasty = engines.submit(3), engines.submit(4)
-        engines.links[0].lost()
-        await asyncio.sleep(600)
-        assert not patient.done()
-        hasty.cancel()  # as `RequestWatch` does at the deadline
-        kept = engines.submit(5)
-        wire = engines.start()
-        assert [len(run.encodings[0]) for run in wire.runs] == [3, 5]
-        for run in wire.runs:
-            engines.answer(0, run, RESULT)
-        assert patient.result(0)
-        assert kept.result(0)
-
-    run_leaping(main())
-
-
-def test_no_timer_of_a_replaced_process_ends_a_request() -> None:
-    async def main() -> None:
-        engines = Engines()
-        engines.start()
-        sent = engines.submit()
-        engines.links[0].lost()
-        kept = engines.submit()
-        await asyncio.sleep(1)
-        wire = engines.start()
-        await asyncio.sleep(600)
-        assert not sent.done()
-        assert not kept.done()
-        for run in wire.runs:
-            engines.answer(0, run, RESULT)
-        assert sent.result(0)
-        assert kept.result(0)
-
-    run_leaping(main())
-
-
-def test_an_engine_with_other_models_ends_no_wait() -> None:
-    async def main() -> None:
-        engines = Engines()
-        engines.start()
-        future = engines.submit()
-        engines.links[0].lost()
-        engines.start(reference="bert@2")
-        assert engines.links[0].keeps_requests
-        assert engines.queue.dead_reason == "engine-0 serves other models than this front end"
-        await asyncio.sleep(60)
-        assert not future.done()
-        wire = engines.start()
-        engines.answer(0, wire.runs[0], RESULT)
-        assert future.result(0)
-
-    run_leaping(main())
+    engines.start(reference="bert@2")
+    assert engines.links[0].keeps_requests
+    assert engines.queue.dead_reason == "engine-0 serves other models than this front end"
+    await asyncio.sleep(60)
+    assert not future.done()
+    wire = engines.start()
+    engines.answer(0, wire.sent[0], RESULT)
+    assert future.result(0)

@@ -9,7 +9,8 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +18,20 @@ import pytest
 
 from cloze.model_store import Bundle
 from cloze.service.batching.admission import SchedulerLimits
-from cloze.service.batching.fair_queue import ExpectedWait, LineKey, QueueState, Submission, Terms
+from cloze.service.batching.fair_queue import ExpectedWait, LineKey, Submission, Terms
 from cloze.service.batching.scheduler import Scheduler
-from cloze.service.core import BatchFill, BatchReport
 from cloze.service.errors import EngineFailed, Overloaded, Rejection, StartupError
 from cloze.service.models.served_models import ServedModel
-from cloze.service.observe.metrics import Metrics, model_labels
 from cloze.service.processes import engine_process, frames
 from cloze.service.processes.children import ChildConfig
 from cloze.service.processes.engine_process import EngineServer, FrontEndChannel, _exit_soon
 from cloze.service.processes.frontend import EngineLink, RemoteQueue
 from cloze.service.settings import Settings
-from tests.http.test_tracing import collecting
 from tests.support import encodings
 from tests.support.encodings import submit
 from tests.support.fake_engine import FakeEngine
-from tests.support.waiting import wait_until
 from tests.unit.service.processes.forked import Fork, forked, publish
+from tests.unit.service.processes.wire import Wire
 from tests.unit.service.tasks.model import manifest
 
 pytestmark = pytest.mark.anyio
@@ -69,28 +67,6 @@ class Queue(Scheduler):
         self.asked.append(asked)
         return ExpectedWait(2.5, 0.5)
 
-    @property
-    def state(self) -> QueueState:
-        return super().state._replace(backlog_s=1.5)
-
-
-class Wire:
-    """The transport of a front end: decodes what the engine process sends."""
-
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
-
-    def is_closing(self) -> bool:
-        return False
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def writelines(self, parts: list[bytes]) -> None:
-        length, message = parts
-        assert struct.unpack("=I", length) == (len(message),)
-        self.sent.append(frames.decode_answer(message))
-
 
 class Process:
     """The parts of an engine process of two models, in this process."""
@@ -104,7 +80,7 @@ class Process:
             for bundle, queue, precision in zip(bundles, self.queues, ("int8", "fp32"), strict=True)
         ]
         self.server = EngineServer(models)
-        self.wire = Wire()
+        self.wire = Wire(frames.decode_answer)
         self.channel = self.connect(self.wire)
 
     def connect(self, wire: Any) -> FrontEndChannel:
@@ -208,7 +184,7 @@ async def test_an_error_of_the_engine_is_answered(process: Process) -> None:
 
 async def test_a_front_end_that_leaves_cancels_its_requests_only(process: Process) -> None:
     process.engine.gate.clear()
-    other: Any = Wire()
+    other: Any = Wire(frames.decode_answer)
     channel = process.connect(other)
     process.receive(run(1))
     process.engine.entered.wait(20)
@@ -225,49 +201,6 @@ async def test_a_front_end_that_leaves_cancels_its_requests_only(process: Proces
     assert process.server.channels == {channel}
 
 
-async def test_a_process_serves_until_its_last_front_end_has_left(
-    process: Process, tmp_path: Path
-) -> None:
-    path = tmp_path / "e.sock"
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(path))
-        listener.listen()
-        serving = asyncio.ensure_future(process.server.serve(listener))
-        _, writer = await asyncio.open_unix_connection(path)
-        async with asyncio.timeout(20):
-            while len(process.server.channels) < 2:
-                await asyncio.sleep(0.001)
-        process.server.stopping.set()
-        process.channel.lost()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert not serving.done()
-        writer.close()
-        async with asyncio.timeout(20):
-            await serving
-        assert listener.fileno() == -1
-
-
-def test_the_queues_of_a_process_are_written_from_the_begin(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    metrics = Metrics(["tiny@3", "other@1"], shared=True)
-    state = QueueState(6, 1.5)
-    metrics.queues = lambda: {"tiny@3": state}
-    metrics.begin()
-    gauges: Any = metrics._families
-    each = [
-        gauge.labels(*model_labels("tiny@3")) for gauge in (gauges.queue_tokens, gauges.backlog)
-    ]
-    assert [gauge._value.get() for gauge in each] == [6, 1.5]
-    metrics.observe_batch("tiny@3", BatchReport(2, 30, 0.5, BatchFill.TOKENS))
-    each.append(gauges.batches.labels("tokens", *model_labels("tiny@3")))
-    each.append(gauges.tokens.labels(*model_labels("tiny@3")))
-    state = QueueState(3, 0.5)
-    wait_until(lambda: [gauge._value.get() for gauge in each] == [3, 0.5, 1, 30])
-
-
 # ---- the whole process --------------------------------------------------------------------------
 
 
@@ -277,52 +210,54 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "engine-0.sock"
 
 
-def engine_fork(path: Path, make_engine: Any, *, listener: socket.socket, **settings: Any) -> Any:
-    """Return a context manager of an engine process in a fork, and its pipe of reports."""
-    reader, writer = os.pipe()
-    config = ChildConfig(
-        "engine-0",
-        (path,),
-        writer,
-        listener.fileno(),
-        3,
-        os.getpid(),
-        Settings(model_store=path.parent / "store", **settings),
-    )
-
-    def run() -> int:
-        os.close(reader)
-        sys.argv = ["engine", config.to_argument()]
-        return engine_process.main(make_engine)
-
-    fork = forked(run, path.parent / "output")
-    return fork, reader, writer
-
-
-def test_a_process_answers_until_sigterm(path: Path) -> None:
-    made: list[FakeEngine] = []
-
-    def make_engine(bundle: Bundle, *_: object) -> Any:
-        assert bundle.manifest.reference == "tiny@1"
-        made.append(FakeEngine())
-        return made[0]
-
+@contextmanager
+def engine_fork(
+    path: Path, make_engine: Callable[..., Any], **options: Any
+) -> Iterator[tuple[Fork, int]]:
+    """Run an engine process in a fork; yield the fork, and the pipe of its reports."""
     publish(path.parent / "store")
+    settings = Settings(model_store=path.parent / "store", **options)
+    reader, writer = os.pipe()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
-        context, reader, writer = engine_fork(
-            path, make_engine, listener=listener, log_format="json"
-        )
-        with context as fork:
+        sent = (writer, listener.fileno(), 3, os.getpid(), settings)
+        config = ChildConfig("engine-0", (path,), *sent)
+
+        def run() -> int:
+            os.close(reader)
+            sys.argv = ["engine", config.to_argument()]
+            return engine_process.main(make_engine)
+
+        with forked(run, path.parent / "output") as fork:
             os.close(writer)
-            assert os.read(reader, 1) == b"1"
-            asyncio.run(asked(path, fork))
-            assert fork.code() == 0, fork.log
-            assert os.read(reader, 100).strip(b"1") == b""
-            assert os.read(reader, 100) == b""
-        os.close(reader)
-    lines = [json.loads(line) for line in (path.parent / "output").read_text().splitlines()]
+            yield fork, reader
+    os.close(reader)
+
+
+def ask(path: Path, answer: bytes, **terms: Any) -> None:
+    """Send a request, and wait for an answer that has these bytes."""
+    with socket.socket(socket.AF_UNIX) as front_end:
+        front_end.connect(str(path))
+        message = frames.encode_run(run(**terms))
+        front_end.sendall(struct.pack("=I", len(message)) + message)
+        received = b""
+        while answer not in received:
+            received += front_end.recv(10_000)
+
+
+def test_a_process_answers_until_sigterm(path: Path) -> None:
+    def make_engine(bundle: Bundle, *_: object) -> Any:
+        assert bundle.manifest.reference == "tiny@1"
+        return FakeEngine()
+
+    with engine_fork(path, make_engine, log_format="json") as (fork, reader):
+        assert os.read(reader, 1) == b"1"
+        asyncio.run(asked(path, fork))
+        assert fork.code() == 0, fork.log
+        assert os.read(reader, 100).strip(b"1") == b""
+        assert os.read(reader, 100) == b""
+        lines = [json.loads(line) for line in fork.log.splitlines()]
     assert any("serving tiny@1" in json.dumps(line) for line in lines)
     assert list(path.parent.glob("*_engine-0.db")), "the metrics have the name of the process"
 
@@ -346,42 +281,14 @@ async def asked(path: Path, fork: Fork) -> None:
         await asyncio.gather(connecting, return_exceptions=True)
 
 
-def test_a_process_sends_its_last_spans(path: Path) -> None:
-    publish(path.parent / "store")
-    with collecting() as (collector, url), socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(path))
-        listener.listen()
-        context, reader, writer = engine_fork(
-            path, lambda *_: FakeEngine(), listener=listener, traces_endpoint=url
-        )
-        with context as fork:
-            os.close(writer)
-            with socket.socket(socket.AF_UNIX) as front_end:
-                front_end.connect(str(path))
-                message = frames.encode_run(run(trace=f"00-{'a' * 32}-{'b' * 16}-01"))
-                front_end.sendall(struct.pack("=I", len(message)) + message)
-                received = b""
-                while b"embedding" not in received:
-                    received += front_end.recv(10_000)
-                fork.send(signal.SIGTERM)
-            assert fork.code() == 0, fork.log
-        os.close(reader)
-        assert len(collector.spans) == 1
-
-
 def test_a_process_that_cannot_start_says_why(path: Path) -> None:
     def make_engine(*_: object) -> Any:
         raise StartupError("no such device")
 
-    publish(path.parent / "store")
-    with socket.socket(socket.AF_UNIX) as listener:
-        context, reader, writer = engine_fork(path, make_engine, listener=listener)
-        with context as fork:
-            os.close(writer)
-            assert fork.code() == 2
-            assert "cloze: no such device" in fork.log
-            assert os.read(reader, 1) == b""
-        os.close(reader)
+    with engine_fork(path, make_engine) as (fork, reader):
+        assert fork.code() == 2
+        assert "cloze: no such device" in fork.log
+        assert os.read(reader, 1) == b""
 
 
 def test_a_process_whose_engine_is_dead_ends(path: Path) -> None:
@@ -390,37 +297,15 @@ def test_a_process_whose_engine_is_dead_ends(path: Path) -> None:
         engine.broken = True
         return engine
 
-    publish(path.parent / "store")
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(path))
-        listener.listen()
-        context, reader, writer = engine_fork(path, make_engine, listener=listener)
-        with context as fork:
-            os.close(writer)
-            with socket.socket(socket.AF_UNIX) as front_end:
-                front_end.connect(str(path))
-                message = frames.encode_run(run())
-                front_end.sendall(struct.pack("=I", len(message)) + message)
-                received = b""
-                while b"cannot run this input" not in received:  # answered before the end
-                    received += front_end.recv(10_000)
-                assert fork.code() == 1
-        os.close(reader)
+    with engine_fork(path, make_engine) as (fork, _):
+        ask(path, b"cannot run this input")  # answered before the end
+        assert fork.code() == 1
 
 
-@pytest.mark.parametrize("hangs", [False, True])
-def test_a_dead_engine_ends_its_process_though_the_loop_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool
-) -> None:
-    monkeypatch.setattr(engine_process, "_LONGEST_EXIT_S", 0.3 if hangs else 100.0)
-    monkeypatch.setattr(engine_process, "_SENDING_S", 100.0 if hangs else 0.1)
-
+def test_a_dead_engine_ends_its_process_though_the_loop_hangs(tmp_path: Path) -> None:
     async def main() -> None:
-        thread = threading.Thread(target=_exit_soon, args=[asyncio.get_running_loop()])
-        thread.start()
-        if hangs:
-            threading.Event().wait(15)
-        await asyncio.sleep(15)
+        threading.Thread(target=_exit_soon, args=[asyncio.get_running_loop()]).start()
+        threading.Event().wait(15)
 
     def run() -> int:
         asyncio.run(main())
@@ -428,7 +313,3 @@ def test_a_dead_engine_ends_its_process_though_the_loop_hangs(
 
     with forked(run, tmp_path / "output") as fork:
         assert fork.code() == 1
-
-
-def test_answers_are_sent_before_a_dead_process_ends() -> None:
-    assert 0 < engine_process._SENDING_S < engine_process._LONGEST_EXIT_S <= 1

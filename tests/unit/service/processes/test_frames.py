@@ -1,7 +1,6 @@
 """Messages between processes arrive as they were sent, field by field."""
 
 import asyncio
-import logging
 import socket
 import struct
 from collections.abc import Sequence
@@ -75,12 +74,6 @@ def test_every_field_of_a_run_arrives() -> None:
     assert [dict(e.requests) for e in encodings] == [SHARED, MASKED, SHARED]
 
 
-def test_shared_requests_are_sent_once() -> None:
-    first, second, third = arrived(Run(1, 0, fair_queue.Terms(2.0), ENCODINGS)).encodings
-    assert first.requests is third.requests
-    assert first.requests is not second.requests
-
-
 def test_a_greeting_and_a_cancellation_arrive() -> None:
     greeting = Greeting({"bert@1": "fp32", "qa@2": "int8"})
     assert decode_answer(encode(greeting)) == greeting
@@ -116,34 +109,21 @@ def test_results_arrive_at_their_encodings() -> None:
     assert first["masked_lm"].target_logits.tolist() == [[0.5]]
 
 
-def test_results_of_one_shape_arrive() -> None:
-    outputs = [{"embedding": ArrayResult(np.array([n, n + 0.5], np.float32))} for n in range(3)]
-    answer = answered(Answer(1, BatchResult(outputs, 0.0, 0.0)))
-    assert isinstance(answer.outcome, BatchResult)
-    assert [o["embedding"].array.tolist() for o in answer.outcome.outputs] == [
-        [0, 0.5],
-        [1, 1.5],
-        [2, 2.5],
-    ]
-
-
-@pytest.mark.parametrize("reason", list(Rejection))
-def test_a_refusal_keeps_its_reason_and_its_time(reason: Rejection) -> None:
-    answer = answered(Answer(9, Overloaded("full", 17, reason), WAIT))
-    assert isinstance(answer.outcome, Overloaded)
-    assert (str(answer.outcome), answer.outcome.retry_after_s) == ("full", 17)
-    assert answer.outcome.reason is reason
-    assert (answer.number, answer.wait) == (9, WAIT)
-
-
-@pytest.mark.parametrize(
-    "kind", [errors.DeadlineExceeded, errors.ClientGone, errors.InvalidRequest, errors.EngineDead]
-)
-def test_other_errors_keep_their_kind(kind: type[errors.ServiceError]) -> None:
-    answer = answered(Answer(9, kind("why"), WAIT))
-    assert type(answer.outcome) is kind
-    assert str(answer.outcome) == "why"
-    assert answer.wait == WAIT
+def test_errors_keep_their_kind_and_refusals_their_reason_and_time() -> None:
+    for error in (*(Overloaded("why", 17, reason) for reason in Rejection),
+                  *(kind("why") for kind in (errors.DeadlineExceeded, errors.EngineDead))):  # fmt: skip
+        answer = answered(Answer(9, error, WAIT))
+        assert type(answer.outcome) is type(error)
+        assert (str(answer.outcome), answer.number, answer.wait) == ("why", 9, WAIT)
+        if isinstance(answer.outcome, Overloaded) and isinstance(error, Overloaded):
+            assert (answer.outcome.retry_after_s, answer.outcome.reason) == (17, error.reason)
+    message = encode_answer(Answer(1, errors.DeadlineExceeded("late")))
+    for unknown in ("KeyError", "ServiceErrorx"):
+        with pytest.raises(MALFORMED):
+            decode_answer(changed(message, "DeadlineExceeded", unknown))
+    message = encode_answer(Answer(1, Overloaded("full", 1.0, Rejection.MEMORY)))
+    with pytest.raises(MALFORMED):
+        decode_answer(changed(message, "memory", "memoryx"))
 
 
 def changed(message: bytes, old: object, new: object) -> bytes:
@@ -167,15 +147,12 @@ TYPES = np.array([0, 0, 1, 1, 1], np.int32).tobytes()
         (MODEL, -1),
         (LENGTHS, []),
         (LENGTHS, [3, 3]),
-        (LENGTHS, [3, 1]),
         (LENGTHS, [5, 0]),
         (REQUEST_OF, [0]),
         (REQUEST_OF, [0, 1, 1]),
         (REQUEST_OF, [0, 2]),
         (REQUEST_OF, [0, -1]),
         (IDS, bytes(4 * 6)),
-        (IDS, bytes(4 * 4)),
-        (TYPES, bytes(4 * 6)),
         (TYPES, bytes(4 * 4)),
         (TYPES, bytes(3)),
     ],
@@ -199,28 +176,6 @@ def with_results(outputs: object) -> bytes:
 ONES = np.ones(2, np.float32).tobytes()
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
-        ["float31", [2, 1], ONES],
-        ["O", [1], ONES],
-        ["f", [3, 1], ONES],
-        ["f", [-1, 1], ONES],
-        ["f", [2**62, 2**62], ONES],
-        ["f", [2**63], ONES],
-        ["f", "no shape", ONES],
-        ["f", [2, 1], "no bytes"],
-        ["f", [2, 1]],
-        ["f", [2, 1], ONES, 1],
-        7,
-        None,
-    ],
-)
-def test_an_array_must_be_one(array: object) -> None:
-    with pytest.raises(MALFORMED):
-        decode_answer(with_results([{"token_embedding": {"array": array}}]))
-
-
 def test_results_must_be_those_of_the_head() -> None:
     array = ["f", [2, 1], ONES]
     answer = decode_answer(with_results([{}, {"embedding": {"array": array}}]))
@@ -233,32 +188,25 @@ def test_results_must_be_those_of_the_head() -> None:
         [{"embedding": array}],
         [[]],
         {},
+        [{"embedding": {"array": ["O", [1], ONES]}}],
+        [{"embedding": {"array": ["f", [3, 1], ONES]}}],
+        [{"embedding": {"array": ["f", [2**62, 2**62], ONES]}}],
+        [{"embedding": {"array": ["f", "no shape", ONES]}}],
+        [{"embedding": {"array": ["f", [2, 1], "no bytes"]}}],
     ):
         with pytest.raises(MALFORMED):
             decode_answer(with_results(outputs))
 
 
-@pytest.mark.parametrize(
-    ("old", "new"), [("DeadlineExceeded", "KeyError"), ("DeadlineExceeded", "ServiceErrorx")]
-)
-def test_an_error_that_does_not_exist_is_malformed(old: str, new: str) -> None:
-    message = encode_answer(Answer(1, errors.DeadlineExceeded("late")))
-    with pytest.raises(MALFORMED):
-        decode_answer(changed(message, old, new))
-
-
-def test_a_reason_that_does_not_exist_is_malformed() -> None:
-    message = encode_answer(Answer(1, Overloaded("full", 1.0, Rejection.MEMORY)))
-    with pytest.raises(MALFORMED, match="'memoryx' is not a valid Rejection"):
-        decode_answer(changed(message, "memory", "memoryx"))
-
-
 def test_a_head_that_does_not_exist_is_malformed() -> None:
     requests = msgspec.msgpack.decode(RUN)[-1][1]
-    with pytest.raises(KeyError, match="no_head"):
+    with pytest.raises(KeyError):
         decode_request(changed(RUN, requests, [{"no_head": {}}, {}]))
     with pytest.raises(MALFORMED):
         decode_request(changed(RUN, requests, [{"masked_lm": {"positions": "x"}}, {}]))
+    with pytest.raises(RecursionError):
+        deep = msgspec.Raw(b"\x91" * 100_000 + b"\x00")
+        decode_request(changed(RUN, requests, [{"masked_lm": deep}, {}]))
 
 
 def test_a_message_that_is_nested_too_deeply_is_malformed() -> None:
@@ -266,21 +214,6 @@ def test_a_message_that_is_nested_too_deeply_is_malformed() -> None:
         for decode in (decode_request, decode_answer):
             with pytest.raises(MALFORMED):
                 decode(message)
-
-
-def test_a_view_of_a_message_is_decoded() -> None:
-    run = decode_request(memoryview(RUN))
-    assert isinstance(run, Run)
-    assert run.number == 1
-    with pytest.raises(ValueError, match="read-only"):
-        run.encodings[0].input_ids[0] = 9
-
-
-def test_a_request_that_is_nested_too_deeply_is_malformed() -> None:
-    requests = msgspec.msgpack.decode(RUN)[-1][1]
-    deep = msgspec.Raw(b"\x91" * 100_000 + b"\x00")
-    with pytest.raises(RecursionError):
-        decode_request(changed(RUN, requests, [{"masked_lm": deep}, {}]))
 
 
 # ---- the socket -----------------------------------------------------------------------------------
@@ -331,62 +264,12 @@ async def fed(*pieces: bytes) -> tuple[list[bytes], bool]:
         return recorder.messages, recorder._transport.is_closing()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 99])
-async def test_messages_in_small_pieces(size: int) -> None:
-    stream = framed(b"one", b"", b"seventeen", b"x")
-    pieces = [stream[at : at + size] for at in range(0, len(stream), size)]
-    assert await fed(*pieces) == ([b"one", b"", b"seventeen", b"x"], False)
-
-
-async def test_a_message_is_as_long_as_its_length_says() -> None:
-    assert await fed(framed(b"one")[:-1]) == ([], False)
-
-
-async def test_the_longest_length_is_accepted_and_a_longer_one_closes(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    assert await fed(struct.pack("=I", 2**30)) == ([], False)
-    assert await fed(struct.pack("=I", 2**30 + 1)) == ([], True)
-    assert "1073741825 bytes, more than the limit of 1073741824" in caplog.text
-
-
 async def test_a_message_that_is_not_handled_closes_the_connection(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    assert await fed(framed(b"one", b"drop", b"three")) == ([b"one", b"drop"], True)
     assert await fed(framed(b"one", b"raise", b"three")) == ([b"one"], True)
     assert "the connection to the peer is closed: a malformed message (KeyError" in caplog.text
-
-
-async def test_nothing_is_handled_after_a_drop() -> None:
-    assert await fed(framed(b"one", b"drop", b"three")) == ([b"one", b"drop"], True)
-
-
-async def test_the_end_is_reported_once_and_a_partial_message_is_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async def run(last: bytes) -> Recorder:
-        recorder = Recorder()
-        with await connected(recorder) as theirs:
-            theirs.send(last)
-        await recorder.ended.wait()
-        return recorder
-
-    recorder = await run(framed(b"one"))
-    assert (recorder.messages, recorder.ends, caplog.text) == ([b"one"], 1, "")
-    assert (await run(framed(b"one")[:-1])).ends == 1
-    assert caplog.record_tuples == [
-        ("cloze", logging.WARNING, "the peer disconnected in the middle of a message")
-    ]
-
-
-async def test_a_sent_message_arrives_with_its_length() -> None:
-    recorder = Recorder()
-    with await connected(recorder) as theirs:
-        recorder.send(b"one")
-        recorder.send(b"")
-        recorder.close()
-        await recorder.ended.wait()
-        assert theirs.recv(100) == framed(b"one", b"")
 
 
 async def test_a_peer_that_leaves_too_much_unread_is_dropped() -> None:
@@ -399,11 +282,3 @@ async def test_a_peer_that_leaves_too_much_unread_is_dropped() -> None:
         recorder.send(b"nothing happens")
         await recorder.ended.wait()
         assert theirs.recv(100)[:4] == struct.pack("=I", 10_000_000)
-
-
-async def test_what_is_unsent_up_to_the_limit_is_allowed() -> None:
-    recorder = Recorder(max_unsent_bytes=1)
-    with await connected(recorder):
-        recorder.send(b"small")
-        recorder.send(b"small too")  # the socket took the first at once
-        assert not recorder._transport.is_closing()

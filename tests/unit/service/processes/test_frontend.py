@@ -1,9 +1,7 @@
 """A front end in a fork, with an engine that this process plays."""
 
 import asyncio
-import hashlib
 import http.client
-import json
 import os
 import select
 import signal
@@ -11,8 +9,8 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,33 +22,20 @@ from cloze.service.settings import Settings
 from tests.unit.service.processes.forked import Fork, forked, publish
 
 
-def config(folder: Path, *, ready: int = 0, listener: int = 0, **settings: Any) -> Any:
-    sockets = (folder / "engine-0.sock", folder / "engine-1.sock")
-    made = Settings(model_store=folder / "store", model=("tiny@1",), **settings)
-    return ChildConfig("frontend-1", sockets, ready, listener, 0, os.getpid(), made)
-
-
+@dataclass
 class FrontEnd:
-    """A front end in a fork.
+    """A front end in a fork, the descriptor of its reports, and the address of its HTTP socket."""
 
-    Attributes:
-        fork: its process.
-        reports: the descriptor of its reports.
-        address: of its HTTP socket.
-    """
-
-    def __init__(self, fork: Fork, reports: int, address: tuple[str, int]) -> None:
-        self.fork, self.reports, self.address = fork, reports, address
+    fork: Fork
+    reports: int
+    address: tuple[str, int]
 
     def until_ready(self) -> None:
         assert os.read(self.reports, 1) == b"1", self.fork.log
 
-    def ask(
-        self, method: str, path: str, body: str | None = None, key: str = ""
-    ) -> tuple[int, str]:
+    def ask(self, method: str, path: str, body: str | None = None) -> tuple[int, str]:
         connection = http.client.HTTPConnection(*self.address, timeout=20)
-        headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
-        connection.request(method, path, body, headers)
+        connection.request(method, path, body, {"content-type": "application/json"})
         answer = connection.getresponse()
         text = answer.read().decode()
         connection.close()
@@ -69,12 +54,15 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.s
 
 
 @contextmanager
-def front_end(folder: Path, **settings: Any) -> Iterator[FrontEnd]:
+def front_end(folder: Path) -> Iterator[FrontEnd]:
     reader, writer = os.pipe()
+    settings = Settings(model_store=folder / "store", model=("tiny@1",))
+    sockets = (folder / "engine-0.sock", folder / "engine-1.sock")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        child = config(folder, ready=writer, listener=listener.fileno(), **settings)
+        sent = (writer, listener.fileno(), 0, os.getpid(), settings)
+        child = ChildConfig("frontend-1", sockets, *sent)
 
         def run() -> int:
             os.close(reader)
@@ -131,6 +119,7 @@ def with_engine(listener: socket.socket, test: Callable[[], None]) -> None:
 def test_a_front_end_answers_and_ends(tmp_path: Path, engine: socket.socket) -> None:
     publish(tmp_path / "store")
     with front_end(tmp_path) as server:
+        assert select.select([server.reports], [], [], 0.3)[0] == [], "it waits for an engine"
 
         def test() -> None:
             server.until_ready()
@@ -142,49 +131,6 @@ def test_a_front_end_answers_and_ends(tmp_path: Path, engine: socket.socket) -> 
 
         with_engine(engine, test)
     assert list(tmp_path.glob("*_frontend-1.db"))
-
-
-def test_a_front_end_waits_for_an_engine(tmp_path: Path, engine: socket.socket) -> None:
-    publish(tmp_path / "store")
-    with front_end(tmp_path) as server:
-        assert select.select([server.reports], [], [], 0.5)[0] == []
-        with_engine(engine, server.until_ready)
-
-
-def test_a_front_end_without_an_engine_answers_probes(
-    tmp_path: Path, engine: socket.socket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(frontend, "_ENGINE_WAIT_S", 0.1)
-    publish(tmp_path / "store")
-    with front_end(tmp_path) as server:
-        server.until_ready()
-        assert server.ask("GET", "/healthz")[0] == 200
-        assert server.ask("GET", "/readyz")[0] == 503
-        server.fork.send(signal.SIGTERM)
-        assert server.fork.code() == 0
-    assert engine.fileno() != -1
-
-
-@pytest.mark.parametrize("has_keys", [True, False])
-def test_a_front_end_says_that_a_reload_needs_a_roll(
-    tmp_path: Path, engine: socket.socket, has_keys: bool
-) -> None:
-    publish(tmp_path / "store")
-    keys = tmp_path / "keys.toml"
-    digest = hashlib.sha256(b"the-key-of-an-operator").hexdigest()
-    keys.write_text(f'[ops]\nsha256 = "{digest}"\nscopes = ["admin"]\n')
-    with front_end(tmp_path, keys_file=keys if has_keys else None) as server:
-
-        def test() -> None:
-            server.until_ready()
-            status, text = server.ask("POST", "/admin/reload", key="the-key-of-an-operator")
-            body = json.loads(text)
-            assert (status, body["error_type"]) == (409, "Backend")
-            assert "a reload of models needs a roll of the replicas" in body["error"]
-            assert server.ask("POST", "/admin/reload")[0] == (401 if has_keys else 409)
-            assert server.ask("GET", "/readyz")[0] == 200
-
-        with_engine(engine, test)
 
 
 def test_a_front_end_whose_bundle_does_not_open_says_why(

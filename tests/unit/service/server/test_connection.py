@@ -1,11 +1,9 @@
 """One connection: its bytes, its time limits, and what it counts for."""
 
 import asyncio
-import gc
 import json
 import logging
 import socket
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -174,7 +172,7 @@ async def test_a_request_is_answered_in_one_write() -> None:
     assert statuses(transport) == [200, 200, 200]
 
 
-@pytest.mark.parametrize("method", ["GET", "HEAD", "DELETE"])
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
 async def test_every_method_may_have_a_body(method: str) -> None:
     world = World()
     transport = world.connect()
@@ -183,20 +181,6 @@ async def test_every_method_may_have_a_body(method: str) -> None:
     await settle()
     assert world.bodies == [INNER, b"12"]
     assert statuses(transport) == [200, 200]
-
-
-@pytest.mark.parametrize(
-    ("target", "path"), [("/embed?x=/y", b"/embed"), ("http://host/embed%41#z", b"/embed%41")]
-)
-async def test_paths_of_targets(target: str, path: bytes) -> None:
-    world = World()
-    transport = world.connect()
-    transport.protocol.data_received(post(target))
-    await settle()
-    assert [scope["raw_path"] for scope in world.seen] == [path]
-    transport.protocol.data_received(post("http://:x"))
-    assert statuses(transport)[1:] == [400]
-    assert transport.is_closing()
 
 
 # ---- offers of another protocol ------------------------------------------------------------------
@@ -243,8 +227,7 @@ async def test_an_offer_of_another_protocol_is_ignored(offer: tuple[str, ...]) -
 
 
 @pytest.mark.parametrize(
-    ("version", "connection"),
-    [("1.0", "upgrade"), ("1.0", "upgrade, keep-alive"), ("1.1", "upgrade, close")],
+    ("version", "connection"), [("1.0", "upgrade, keep-alive"), ("1.1", "upgrade, close")]
 )
 async def test_an_offer_leaves_the_connection_as_it_would_be(version: str, connection: str) -> None:
     world = World()
@@ -257,15 +240,6 @@ async def test_an_offer_leaves_the_connection_as_it_would_be(version: str, conne
     assert world.bodies == [INNER]
     assert statuses(transport) == [200]
     assert transport.is_closing()
-
-
-async def test_an_offer_is_refused_as_any_request() -> None:
-    world = World()
-    transport = world.connect()
-    transport.protocol.data_received(post("/full", INNER, *H2C) + post("/a", b"12", *H2C))
-    await settle()
-    assert statuses(transport) == [429, 200]
-    assert world.bodies == [b"12"]
     asks = world.connect()
     asks.protocol.data_received(post("/a", b"", *H2C, "expect: 100-continue", length=4))
     await settle()
@@ -306,66 +280,29 @@ async def test_what_is_no_request_is_refused_and_closes(
         assert len(transport.writes) == 1
 
 
-async def test_received_bytes_are_parsed_in_slices() -> None:
-    world = World()
-    transport = world.connect()
-    head = post(body=b"", length=20_000)
-    transport.protocol.data_received(head + bytes(20_000 - 2))
-    assert transport.calls == ["pause"], "one slice per turn of the loop"
-    transport.protocol.data_received(b"12")
-    await settle()
-    assert transport.calls.count("resume") >= 1
-    assert transport.calls[-1] == "resume"
-    assert world.bodies == [bytes(20_000 - 2) + b"12"], "in their order"
-    transport.calls.clear()
-    transport.protocol.data_received(GET)
-    assert "pause" not in transport.calls
-
-
-async def test_a_large_body_pauses_reading_until_it_is_taken() -> None:
-    world = World()
-    transport = world.connect()
-    transport.protocol.data_received(post(body=b"", length=200_000))
-    for _ in range(20):
-        transport.protocol.data_received(bytes(10_000))
-    await settle(100)
-    assert world.bodies == [bytes(200_000)]
-    assert transport.calls[-1] == "resume"
-
-
-async def test_headers_of_two_requests_count_apart() -> None:
-    world = World()
-    transport = world.connect()
-    for _ in range(3):
-        transport.protocol.data_received(b"GET /embed HTTP/1.1\r\n")
-        for _ in range(8):
-            transport.protocol.data_received(b"x: " + b"a" * (8192 - 5) + b"\r\n")
-        transport.protocol.data_received(b"\r\n")
-        await settle()
-    assert statuses(transport) == [200] * 3, "64 KiB of headers are allowed"
-
-
 async def test_headers_have_a_limit(caplog: pytest.LogCaptureFixture) -> None:
     world = World()
     transport = world.connect()
-    transport.protocol.data_received(b"GET /embed HTTP/1.1\r\n")
-    for _ in range(8):
-        transport.protocol.data_received(b"x: " + b"a" * (8192 - 5) + b"\r\n")
-    assert transport.writes == []
+    for number in range(3):  # each request has its own 64 KiB
+        transport.protocol.data_received(b"GET /embed HTTP/1.1\r\n")
+        for _ in range(8):
+            transport.protocol.data_received(b"x: " + b"a" * (8192 - 5) + b"\r\n")
+        if number < 2:
+            transport.protocol.data_received(b"\r\n")
+            await settle()
+    assert statuses(transport) == [200, 200]
     transport.protocol.data_received(b"y")
-    [answer] = transport.writes
-    head, body = answer.split(b"\r\n\r\n")
+    head, body = transport.writes[-1].split(b"\r\n\r\n")
     lines = head.split(b"\r\n")
     assert lines[0] == b"HTTP/1.1 431 Request Header Fields Too Large"
     assert set(lines[1:]) == {
         b"content-type: application/json", b"content-length: %d" % len(body),
         b"connection: close", b"x-error-code: headers_too_large",
     }  # fmt: skip
-    message = "the request's headers have more than 65536 bytes, the limit"
-    code = "headers_too_large"
-    assert json.loads(body) == {"error": message, "error_type": "Validation", "code": code}
+    told = json.loads(body)
+    assert (told["error_type"], told["code"]) == ("Validation", "headers_too_large")
     assert transport.is_closing()
-    assert f"a request was refused: {message}" in caplog.text
+    assert "a request was refused: the request's headers have more than 65536" in caplog.text
     transport.protocol.data_received(b"z")
 
 
@@ -393,14 +330,20 @@ async def test_a_connection_without_a_request_ends(reasons: Callable[[], list[st
 
 
 async def test_the_time_without_a_request_begins_with_the_last_answer() -> None:
-    transport = World().connect()
+    world = World()
+    transport = world.connect()
     await asyncio.sleep(50)
-    transport.protocol.data_received(GET)
+    transport.protocol.data_received(post("/hang")[:9])
+    await asyncio.sleep(5)
+    transport.protocol.data_received(post("/hang")[9:])
+    await asyncio.sleep(500)
+    assert not transport.is_closing(), "a request may take longer than a connection may be idle"
+    world.release.set()
     await asyncio.sleep(59)
     assert statuses(transport) == [200]
     assert not transport.is_closing()
     await asyncio.sleep(2)
-    assert transport.closed_at == pytest.approx(110.0)
+    assert transport.closed_at == pytest.approx(615.0)
 
 
 async def test_headers_must_arrive_in_time(reasons: Callable[[], list[str]]) -> None:
@@ -411,20 +354,6 @@ async def test_headers_must_arrive_in_time(reasons: Callable[[], list[str]]) -> 
     transport.protocol.data_received(GET[9:12])
     await asyncio.sleep(20)
     assert transport.closed_at == pytest.approx(17.0)
-    assert reasons() == ["the headers of its request did not arrive in time"]
-
-
-async def test_headers_behind_a_request_keep_their_time_when_it_is_answered(
-    reasons: Callable[[], list[str]],
-) -> None:
-    world = World()
-    transport = world.connect()
-    transport.protocol.data_received(post("/hang") + GET[:9])
-    await asyncio.sleep(3)
-    world.release.set()
-    await asyncio.sleep(20)
-    assert statuses(transport) == [200]
-    assert transport.closed_at == pytest.approx(10.0)
     assert reasons() == ["the headers of its request did not arrive in time"]
 
 
@@ -445,59 +374,14 @@ async def test_a_connection_that_sends_headers_makes_room_for_a_new_one() -> Non
     assert second.is_closing()
 
 
-async def test_the_body_and_the_answer_have_limits_elsewhere() -> None:
-    world = World()
-    slow, hanging = world.connect(), world.connect()
-    slow.protocol.data_received(post(length=9))
-    hanging.protocol.data_received(post("/hang"))
-    await asyncio.sleep(10_000)
-    assert not slow.is_closing()
-    assert not hanging.is_closing()
-    world.release.set()
-    await asyncio.sleep(61)
-    assert statuses(hanging) == [200]
-    assert hanging.closed_at == pytest.approx(10_060.0)
-
-
-async def test_a_request_may_take_longer_than_a_connection_may_be_idle() -> None:
-    """Also if its head arrived in part before the last answer, or in many parts."""
-
-    world = World()
-    after, behind = world.connect(), world.connect()
-    after.protocol.data_received(GET)
-    behind.protocol.data_received(GET + post("/hang")[:9])
-    await asyncio.sleep(9)
-    assert statuses(after) == statuses(behind) == [200]
-    after.protocol.data_received(post("/hang"))
-    behind.protocol.data_received(post("/hang")[9:])
-    await asyncio.sleep(500)
-    assert not after.is_closing()
-    assert not behind.is_closing()
-    world.release.set()
-    await settle()
-    assert statuses(after) == statuses(behind) == [200, 200]
-
-
-async def test_a_head_that_begins_in_time_may_end_when_an_idle_connection_would_have() -> None:
-    transport = World().connect()
-    transport.protocol.data_received(GET)
-    await asyncio.sleep(55)
-    transport.protocol.data_received(GET[:9])
-    await asyncio.sleep(8)
-    transport.protocol.data_received(GET[9:])
-    await settle()
-    assert statuses(transport) == [200, 200]
-
-
-@pytest.mark.parametrize("stray", [b"\r\n", b"\r\n\r\n"])
-async def test_bytes_that_are_no_request_do_not_keep_a_connection(stray: bytes) -> None:
+async def test_bytes_that_are_no_request_do_not_keep_a_connection() -> None:
     fresh, used = World().connect(), World().connect()
     used.protocol.data_received(GET)
     for _ in range(7):
         await asyncio.sleep(9)
         for transport in (fresh, used):
             if not transport.is_closing():
-                transport.protocol.data_received(stray)
+                transport.protocol.data_received(b"\r\n")
     assert fresh.closed_at == used.closed_at == pytest.approx(60.0)
 
 
@@ -517,20 +401,15 @@ async def test_a_body_that_ends_after_its_answer_leaves_the_connection_idle() ->
     assert dribbling.closed_at == pytest.approx(60.0), "the rest of its body is no request"
 
 
-async def test_a_short_header_time_is_kept_exactly() -> None:
-    transport = World(LIMITS.model_copy(update={"header_timeout_ms": 500})).connect()
-    await asyncio.sleep(3.3)
-    transport.protocol.data_received(b"GET")
-    await asyncio.sleep(2)
-    assert transport.closed_at == pytest.approx(3.8)
-
-
 async def test_a_client_that_reads_nothing_of_an_answer_is_closed(
     reasons: Callable[[], list[str]],
 ) -> None:
     """Of any answer: here it is small, but there are others before it."""
 
     world = World()
+    last = world.connect()
+    last.unsent = 5_000
+    last.protocol.data_received(post("/embed", b"1234", "connection: close"))
     transport = world.connect()
     transport.protocol.pause_writing()
     transport.unsent = 70_000
@@ -540,10 +419,10 @@ async def test_a_client_that_reads_nothing_of_an_answer_is_closed(
     assert not transport.is_closing()
     await asyncio.sleep(2)
     assert transport.closed_at == pytest.approx(30.0)
-    assert transport.calls[-1] == "abort"
-    assert reasons() == ["it does not read its answer"]
+    assert transport.calls[-1] == last.calls[-1] == "abort"
+    assert reasons() == ["it does not read its answer"] * 2
     await settle()
-    assert world.closed == [transport.protocol]
+    assert {*world.closed} == {transport.protocol, last.protocol}
     assert transport.writes == []
     assert not world.state.tasks, "nothing waits for it any more"
 
@@ -560,31 +439,6 @@ async def test_a_client_that_reads_a_part_in_time_goes_on(reasons: Callable[[], 
     assert statuses(transport) == [200]
     await asyncio.sleep(59)
     assert reasons() == []
-
-
-async def test_a_client_that_does_not_read_the_last_answer_is_closed(
-    reasons: Callable[[], list[str]],
-) -> None:
-    transport = World().connect()
-    transport.unsent = 5_000
-    transport.protocol.data_received(post("/embed", b"1234", "connection: close"))
-    await asyncio.sleep(29)
-    assert transport.calls == ["resume", "close"]
-    await asyncio.sleep(2)
-    assert reasons() == ["it does not read its answer"]
-
-
-async def test_who_does_not_read_is_aborted() -> None:
-    transport = World().connect()
-    transport.unsent = 5
-    transport.protocol.end("it is slow")
-    assert transport.calls == ["abort"]
-    await settle()
-    transport.protocol.end("again")
-    closed = World().connect()
-    closed.protocol.end("it is idle")
-    closed.protocol.end("it is idle")
-    assert closed.calls == ["close"]
 
 
 # ---- refusals ----------------------------------------------------------------------------------
@@ -606,17 +460,12 @@ async def test_the_body_of_a_refused_request_is_discarded_and_the_next_one_answe
     transport.protocol.data_received(post("/full"))
     await settle()
     assert statuses(transport) == [429, 200, 429]
-    await asyncio.sleep(59)
-    assert not transport.is_closing()
-    await asyncio.sleep(2)
-    assert transport.closed_at == pytest.approx(60.0)
 
 
 @pytest.mark.parametrize(
     "request_bytes",
     [
         post("/full", b"1234", "connection: close"),
-        post("/full").replace(b"HTTP/1.1", b"HTTP/1.0", 1),
         post("/full", b"1234", "connection: keep-alive").replace(b"HTTP/1.1", b"HTTP/1.0", 1),
         post("/full", b"1234", "expect: 100-continue"),
     ],
@@ -642,16 +491,8 @@ async def test_requests_of_a_pipeline_are_answered_in_their_turn() -> None:
     await settle(60)
     assert statuses(transport) == [200, 429, 200, 429]
     assert [scope["path"] for scope in world.seen] == ["/hang", "/full", "/embed", "/full"]
-    assert not transport.is_closing()
-    await asyncio.sleep(59)
-    assert not transport.is_closing()
-    await asyncio.sleep(2)
-    assert transport.closed_at == pytest.approx(60.0)
-
-
-async def test_a_pipeline_does_not_mix_the_parts_of_its_answers() -> None:
-    world = World()
-    transport = world.connect()
+    world.release.clear()
+    transport.writes.clear()
     transport.protocol.data_received(post("/begins") + post("/embed") + GET)
     await settle()
     assert transport.writes == [], "a head waits for its body"
@@ -659,6 +500,10 @@ async def test_a_pipeline_does_not_mix_the_parts_of_its_answers() -> None:
     await settle(60)
     assert [write.count(b"HTTP/1.1 200 OK") for write in transport.writes] == [1, 1, 1]
     assert all(write.endswith(b"\r\n\r\nok") for write in transport.writes)
+    await asyncio.sleep(59)
+    assert not transport.is_closing()
+    await asyncio.sleep(2)
+    assert transport.closed_at == pytest.approx(60.0)
 
 
 # ---- the table of connections ------------------------------------------------------------------
@@ -691,13 +536,10 @@ async def test_without_an_idle_connection_a_new_one_is_refused(
     await settle()
     refused = world.connect()
     [answer] = refused.writes
-    head, body = answer.split(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
-    assert b"\r\nretry-after: 1\r\n" in head
-    message = "the server has 2 connections, the most"
-    assert json.loads(body)["error"] == message
+    assert answer.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+    assert b"\r\nretry-after: 1\r\n" in answer
     assert refused.is_closing()
-    assert f"a connection was refused: {message}" in caplog.text
+    assert "a connection was refused: the server has 2 connections, the most" in caplog.text
     await settle()
     world.release.set()
     await settle()
@@ -708,21 +550,11 @@ async def test_without_an_idle_connection_a_new_one_is_refused(
     assert not busy[1].is_closing()
 
 
-async def test_connections_that_open_before_others_have_closed() -> None:
-    world = World(most=2)
-    olds = [world.connect(), world.connect()]
-    news = [world.connect(), world.connect()]
-    assert [old.is_closing() for old in olds] == [True, True]
-    assert [new.is_closing() for new in news] == [False, False]
-
-
 async def test_an_address_has_a_limit() -> None:
     world = World(LIMITS.model_copy(update={"max_connections_per_address": 2}))
     own = [world.connect(), world.connect()]
     assert not any(one.is_closing() for one in own)
-    third = world.connect()
-    message = "the address has 3 connections, and 2 at most"
-    assert json.loads(third.writes[0].split(b"\r\n\r\n")[1])["error"] == message
+    assert world.connect().writes[0].startswith(b"HTTP/1.1 503 ")
     assert not world.connect("192.0.2.2").is_closing()
     await settle()
     assert world.connect().is_closing()
@@ -734,24 +566,6 @@ async def test_an_address_has_a_limit() -> None:
     await settle()
     assert world.table._by_address == {"192.0.2.1": 1, "192.0.2.2": 1}
     assert world.table._open == 2
-
-
-async def test_a_lost_connection_leaves_nothing(reasons: Callable[[], list[str]]) -> None:
-    world = World()
-    hanging, answered, quiet = world.connect(), world.connect(), world.connect()
-    hanging.protocol.data_received(post("/hang"))
-    answered.protocol.data_received(GET)
-    await settle()
-    for transport in (hanging, answered, quiet):
-        transport.protocol.pause_writing()
-        transport.lose()
-        transport.protocol.on_response_complete()
-    assert world.closed == [hanging.protocol, answered.protocol, quiet.protocol]
-    assert (world.table._open, world.table.closed_count) == (0, 3)
-    assert not world.table.idle
-    assert not world.table._by_address, "else it grows by each address"
-    await asyncio.sleep(120)
-    assert reasons() == [], "their timers have ended"
 
 
 @pytest.mark.parametrize("path", ["/hang", "/begins"])
@@ -774,22 +588,6 @@ async def test_a_client_that_leaves_is_told_to_its_request(
     assert len(world.seen) == 1, "those behind it are not started"
     assert not world.state.tasks
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
-
-
-async def test_a_closed_connection_is_freed_when_its_cycles_are_collected() -> None:
-    world = World()
-    transport = world.connect()
-    transport.protocol.data_received(post() + post("/hang") + post())
-    await settle()
-    transport.lose()
-    world.release.set()
-    await settle()
-    world.closed.clear()
-    world.seen.clear()
-    freed = weakref.ref(transport.protocol)
-    del transport
-    gc.collect()
-    assert freed() is None
 
 
 # ---- the end of the server ---------------------------------------------------------------------

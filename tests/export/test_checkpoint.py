@@ -203,11 +203,6 @@ def test_one_token_type_is_enough(tmp_path: Path) -> None:
     OnnxEngine(bundle, Device.CPU).run([asking])
 
 
-def test_a_pad_id_beyond_the_vocabulary_does_not_matter(folder: Path) -> None:
-    edit_config(folder, pad_token_id=10**6)
-    assert load_checkpoint(str(folder)).heads
-
-
 def test_foreign_heads_are_named_and_ignored(folder: Path) -> None:
     edit_tensors(folder, lambda tensors: tensors.update({"classifier.weight": torch.zeros(3, 64)}))
     edit_tensors(folder, lambda tensors: tensors.update({"projector.weight": torch.zeros(3, 64)}))

@@ -10,7 +10,6 @@ import copy
 import json
 import os
 import re
-import socket
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -99,50 +98,17 @@ def test_every_graph_of_a_default_bundle_is_accepted(name: str) -> None:
 # ---- manifests -----------------------------------------------------------------------------------
 
 
-def list_file(name: str) -> Change:
-    """List a further file in the manifest."""
-    return lambda _, body: body["files"].update({name: {"sha256": "0" * 64, "size": 1}})
-
-
-def rename(field: str, file: str) -> Change:
-    """Give a file of the bundle another name."""
-
-    def change(folder: Path, body: Body) -> None:
-        section, last = field.split(".")
-        old, body[section][last] = body[section][last], file
-        body["files"][file] = body["files"].pop(old)
-        if "/" not in file and file:
-            (folder / old).rename(folder / file)
-
-    return change
+def name_a_file_outside(_: Path, body: Body) -> None:
+    body["files"]["../evil"] = body["files"].pop(body["graph"]["file"])
+    body["graph"]["file"] = "../evil"
 
 
 MANIFESTS: dict[str, tuple[Change, str]] = {
-    "tolerance-infinite": (
-        put("parity.tolerance", float("inf")),
-        r"parity.tolerance: input should be a finite number, got inf",
-    ),
-    "vocabulary-beyond-the-model": (
-        put("tokenizer.vocab_size", 10**5),
-        r"tokenizer.vocab_size is 100000; the model's limit is \d+",
-    ),
-    "tasks-twice": (
-        put("tasks", ["fill-mask", "nsp", "embed", "embed-layers", "nsp"]),
-        r"a task is named twice in fill-mask, nsp, embed, embed-layers, nsp",
-    ),
+    "number": (put("parity.tolerance", float("inf")), r"parity.tolerance: .*got inf"),
+    "tasks-twice": (put("tasks", ["nsp", "embed", "nsp"]), r"a task is named twice"),
     "control-characters": (put("license\nline", "\x1b[2J"), r"license\\nline: extra inputs"),
     "nested": (put("nested", json.loads("[" * 400 + "]" * 400)), r"recursion limit exceeded"),
-    **{
-        f"file-{name[:9]!r}": (
-            list_file(name),
-            rf"plain name without folders.*{re.escape(repr(name))}",
-        )
-        for name in ("", "../evil", "/etc/passwd", "a\\b", "a\0b")
-    },
-    **{
-        f"{field}-outside": (rename(field, "../golden.json"), r"plain name without folders")
-        for field in ("parity.golden_file", "tokenizer.file", "graph.file")
-    },
+    "outside": (name_a_file_outside, r"plain name without folders"),
 }
 
 
@@ -163,13 +129,10 @@ def assert_one_line(line: str, message: str, *, start: str) -> None:
     ("content", "message"),
     [
         (b"[" * 100_000, "nested too deeply"),
-        (b"[]", "a manifest is a JSON object"),
-        (b"", "it is not JSON: Expecting value"),
-        (b"\x80", "codec can't decode"),
         (b"1" * 5000, "integer string conversion"),
         (b" " * (5 * 2**20), "has 5242880 bytes; the limit is 4194304"),
     ],
-    ids=["nested", "list", "empty", "binary", "number", "large"],
+    ids=["nested", "number", "large"],
 )
 def test_a_manifest_that_is_no_manifest_is_refused(
     bert: Path, tmp_path: Path, content: bytes, message: str
@@ -192,42 +155,15 @@ def a_pipe(file: Path) -> None:
     os.mkfifo(file)
 
 
-def a_socket(file: Path) -> None:
-    file.unlink()
-    here = Path.cwd()
-    os.chdir(file.parent)  # the path of a socket has at most 107 bytes
-    try:
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(file.name)
-    finally:
-        os.chdir(here)
-
-
-def a_folder(file: Path) -> None:
-    file.unlink()
-    file.mkdir()
-
-
-def a_device(file: Path) -> None:
-    file.unlink()
-    try:
-        os.mknod(file, 0o600 | 0o020000, os.makedev(1, 5))  # /dev/zero
-    except OSError:
-        pytest.skip("only root makes devices")
-
-
-@pytest.mark.parametrize("make", [a_link, a_pipe, a_socket, a_folder, a_device])
+@pytest.mark.parametrize("make", [a_link, a_pipe])
 @pytest.mark.parametrize(
     "file", ["manifest.json", "dense.onnx", "weights.bin", "tokenizer.json", "golden.json"]
 )
 def test_what_is_no_regular_file_is_refused(
     bert: Path, tmp_path: Path, make: Callable[[Path], None], file: str
 ) -> None:
-    folder = craft(bert, tmp_path, unchanged)
-    make(folder / file)
-    kind = {"a_link": "a symbolic link", "a_pipe": "a named pipe"}.get(
-        make.__name__, make.__name__.replace("_", " ")
-    )
+    make(craft(bert, tmp_path, unchanged) / file)
+    kind = {a_link: "a symbolic link", a_pipe: "a named pipe"}[make]
     start = "the manifest of bert@1" if file == "manifest.json" else rf"bundle bert@1: {file}"
     assert_one_line(refusal(tmp_path), rf"is {kind}; a bundle has regular files only", start=start)
 
@@ -241,15 +177,6 @@ def golden(edit: Callable[[Any], object]) -> Change:
 
 GOLDENS: dict[str, tuple[Change, str]] = {
     "no-json": (write("golden.json", "weights"), r"is not JSON: Expecting value"),
-    "no-case": (write("golden.json", "[]"), r"has 0 cases; a golden file has 1 to 16"),
-    "head-without-output": (
-        golden(lambda cases: cases[1]["outputs"].pop("pair_logits")),
-        r"lacks the output 'pair_logits'",
-    ),
-    "head-without-rows": (
-        golden(lambda cases: cases[0]["outputs"].update(logsumexp=[])),
-        r"has a case with no number for the output logsumexp",
-    ),
     "too-many-predictions": (
         golden(lambda cases: cases[0]["feeds"].update(top_k=[10**15])),
         r"does not reproduce its golden outputs",
@@ -287,12 +214,6 @@ def add_node(operator: str, domain: str = "", **attributes: Any) -> Change:
     return edit_graph(edit)
 
 
-def add_sparse(model: onnx.ModelProto) -> None:
-    values = helper.make_tensor("v", TensorProto.FLOAT, [1], [1.0])
-    indices = helper.make_tensor("i", TensorProto.INT64, [1], [0])
-    model.graph.sparse_initializer.append(helper.make_sparse_tensor(values, indices, [10**12]))
-
-
 def outside(model: onnx.ModelProto) -> TensorProto:
     """Return the first weight outside the ONNX file."""
     return next(tensor for tensor in model.graph.initializer if tensor.external_data)
@@ -320,16 +241,6 @@ def drop_output(name: str) -> Change:
     return edit_graph(edit)
 
 
-def freeze_batch(model: onnx.ModelProto) -> None:
-    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 2
-
-
-def append_bytes(file: str, data: bytes) -> Change:
-    return lambda folder, _: (
-        (folder / file).write_bytes((folder / file).read_bytes() + data) and None
-    )
-
-
 def replace_bytes(file: str, old: bytes, new: bytes) -> Change:
     """Replace the first occurrence of some bytes by as many others."""
     assert len(old) == len(new)
@@ -342,38 +253,20 @@ def replace_bytes(file: str, old: bytes, new: bytes) -> Change:
     return change
 
 
-def second_graph(folder: Path, _: Body) -> None:
-    """Append a graph; readers of protocol buffers merge it with the first one."""
-    extra = onnx.ModelProto()
-    extra.graph.node.append(helper.make_node("If", ["c"], ["d"]))
-    append_bytes("dense.onnx", extra.SerializeToString())(folder, _)
-
-
 GRAPHS: dict[str, tuple[Change, str]] = {
     "custom-operator": (
         add_node("Evil", "com.evil"),
         r"the operator 'Evil' has the domain 'com.evil'; .* ONNX and of com.microsoft only",
     ),
-    "sparse-weights": (edit_graph(add_sparse), r"the graph has sparse weights"),
     "weights-above": (
         place(location="../../../weights.bin"),
         r"lies in '../../../weights.bin', which is not one of the bundle's files of weights",
     ),
     "output-missing": (drop_output("pair_logits"), r"the graph lacks the output 'pair_logits'"),
-    "task-without-tensors": (
-        put("tasks", ["fill-mask", "nsp", "embed", "embed-layers", "sparse"]),
-        r"the graph lacks the input 'sparse_rows', which its tasks need",
-    ),
-    "fixed-batch": (edit_graph(freeze_batch), r"the input input_ids is int32 \[2, \*\], but must"),
-    "dimensions": (
-        put("embedding.dimensions", 63),
-        r"the output embeddings is float32 \[\*, 64\], but must be float32 \[\*, 63\]",
-    ),
     "names-with-control-characters": (
         replace_bytes("dense.onnx", b"layers.0.query.bias", b"\x1b[2J\x07s.0.query.bias"),
         r"its graph does not load",
     ),
-    "two-graphs": (second_graph, r"the model has two values of graph"),
 }
 
 
@@ -407,9 +300,6 @@ PADDING = {
 
 TOKENIZERS: dict[str, tuple[Change, str]] = {
     "no-json": (write("tokenizer.json", "x"), r"expected value"),
-    "binary": (write("tokenizer.json", b"\xff"), r"codec can't decode"),
-    "nested": (write("tokenizer.json", "[" * 100_000), r"invalid type: sequence"),
-    "empty": (write("tokenizer.json", "{}"), r"Model missing"),
     "another-model": (tokenizer(look_up_words), r"it is WordLevel, not WordPiece, BPE or Unigram"),
     "padding": (tokenizer(lambda value: value.update(padding=PADDING)), r"it truncates or pads"),
     "unknown-token": (
@@ -439,6 +329,7 @@ def test_a_crafted_tokenizer_is_refused(bert: Path, tmp_path: Path, case: str) -
 # ---- any value of a manifest ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(
     max_examples=150,
     deadline=timedelta(seconds=START_LIMIT_S),
@@ -474,18 +365,10 @@ def test_any_value_of_a_manifest_starts_or_is_refused(
 
 # ---- processes -----------------------------------------------------------------------------------
 
-PROCESSES: dict[str, tuple[Change, str]] = {
-    "manifest-is-a-pipe": (lambda folder, _: a_pipe(folder / "manifest.json"), "a named pipe"),
-    "golden-fails": GOLDENS["row-outside"],
-    "tasks-twice": MANIFESTS["tasks-twice"],
-    "tokenizer": TOKENIZERS["another-model"],
-}
-
 
 @pytest.mark.parametrize("frontends", ["0", "1"])
-@pytest.mark.parametrize("case", PROCESSES)
-def test_a_server_does_not_start(bert: Path, tmp_path: Path, case: str, frontends: str) -> None:
-    change, message = PROCESSES[case]
+def test_a_server_does_not_start(bert: Path, tmp_path: Path, frontends: str) -> None:
+    change, message = GOLDENS["row-outside"]
     craft(bert, tmp_path, change)
     log = failed_start(
         "--model-store", str(tmp_path), "--frontends", frontends, "--device", "cpu",

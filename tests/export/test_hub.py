@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from cloze.export.load.source import _choose_files
 from cloze.model_store import Store
 from tests.support.fake_hub import COMMIT, FakeHub
 from tests.support.serving import bare_environment
@@ -95,16 +94,6 @@ def test_a_sentencepiece_model_is_downloaded_and_found_offline(
     for offline in ("0", "1"):
         done = python(hub.url, tmp_path, "-c", script, HF_HUB_OFFLINE=offline)
         assert done.stdout.split() == ["config.json", name], done.stderr
-
-
-def test_weights_are_chosen_folder_by_folder() -> None:
-    taken = ["2_Dense/config.json", "2_Dense/pytorch_model.bin", "config.json", "model.safetensors"]
-    left = ["pytorch_model.bin", "onnx/model.safetensors"]
-    assert sorted(_choose_files([*taken, *left])) == taken
-    shards = [f"pytorch_model-0000{n}-of-00002.bin" for n in (1, 2)]
-    shards.append("pytorch_model.bin.index.json")
-    left = ["adapter_model.safetensors", "training_args.bin"]
-    assert sorted(_choose_files([*shards, *left])) == sorted(shards)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer as Backend
 
 from cloze.export.errors import ExportError
 from cloze.export.graph.builder import GraphBuilder
-from cloze.export.heads.embedding_steps import DENSE_ACTIVATIONS, Projection, UnitLength
+from cloze.export.heads.embedding_steps import DENSE_ACTIVATIONS, Projection
 from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.load.sentence_transformers import SentenceTransformersFolder
 from cloze.export.publish import ExportOptions, export
@@ -224,41 +224,6 @@ def test_every_activation_of_a_dense_layer_has_its_operator(name: str, tmp_path:
     assert type(step.function) is getattr(torch.nn, name)
     np.testing.assert_allclose(found, expected, atol=1e-5)
     np.testing.assert_allclose(step(x).detach(), expected, atol=1e-6)
-
-
-def test_a_class_outside_of_torch_is_tanh_as_in_sentence_transformers(tmp_path: Path) -> None:
-    folder = saved(tmp_path, "bert-plain", Pooling(64, pooling_mode="mean"), Dense(64, 8))
-    edit(folder, "2_Dense/config.json", activation_function="my_package.Special")
-    assert activation_of(folder) == "Tanh"
-    file = folder / "2_Dense/config.json"
-    settings = json.loads(file.read_text())
-    del settings["activation_function"]
-    file.write_text(json.dumps(settings))
-    assert activation_of(folder) == "Tanh"
-
-
-def test_the_length_of_the_result_is_the_request_s_choice_and_no_step(tmp_path: Path) -> None:
-    modules = (Pooling(64, pooling_mode="mean"), Normalize(), Dense(64, 8), Normalize())
-    recipe = read(saved(tmp_path, "bert-plain", *modules)).recipe
-    assert recipe is not None
-    assert recipe.normalize
-    assert [type(step) for step in recipe.steps] == [UnitLength, Projection]
-
-
-def activation_of(folder: Path) -> str:
-    recipe = read(folder).recipe
-    assert recipe is not None
-    [step] = recipe.steps
-    assert isinstance(step, Projection)
-    return step.activation
-
-
-def test_no_flag_of_an_older_version_means_the_mean(tmp_path: Path) -> None:
-    folder = saved(tmp_path, "bert-plain", Pooling(64, pooling_mode="cls"))
-    (folder / "1_Pooling/config.json").write_text('{"word_embedding_dimension": 64}')
-    recipe = read(folder).recipe
-    assert recipe is not None
-    assert recipe.poolings == ("mean",)
 
 
 def test_texts_are_lower_cased_if_the_settings_say_so(tmp_path: Path) -> None:

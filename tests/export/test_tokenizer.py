@@ -146,28 +146,6 @@ def test_a_normaliser_of_another_kind_keeps_the_case_as_in_transformers(tmp_path
     assert "keeps the case" in note
 
 
-@pytest.mark.parametrize("text", ["北京 the", "café the"])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"tokenize_chinese_chars": False},
-        {"strip_accents": False},
-        {"strip_accents": True, "do_lower_case": False},
-    ],
-    ids=str,
-)
-def test_settings_of_a_vocabulary_are_those_of_transformers(
-    tmp_path: Path, settings: dict[str, bool], text: str
-) -> None:
-    pieces = [*vocabulary(), "北京", "北", "京", "café", "cafe"]
-    (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n")
-    settings = {"do_lower_case": True} | settings
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    expected = BertTokenizerFast(str(tmp_path / "vocab.txt"), **settings)(text)["input_ids"]
-    assert load_tokenizer(tmp_path).tokenizer.encode(text).ids == expected
-
-
 @pytest.mark.parametrize("classes", [(None, "MPNetTokenizer"), ("MPNetTokenizer", "BertTokenizer")])
 def test_the_class_of_a_vocabulary_may_stand_in_the_config_of_the_model(
     tmp_path: Path, classes: tuple[str | None, str]
@@ -346,33 +324,6 @@ def test_words_are_remembered_and_nothing_else_changes(
     expected = [tokenizer._backend.encode(text, add_special_tokens=False).ids for text in texts]
     assert tokenizer.ids(texts) == expected
     assert tokenizer.ids(texts) == expected, "now by the words"
-
-
-def test_what_is_remembered_is_bounded(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cloze.service.text.tokenizer._MOST_WORDS", 10)
-    known = tokenizer._vocabulary.words
-    assert known is not None
-    for number in range(30):
-        tokenizer.ids([f"king {number} {number}{'y' * 40}"])
-        assert str(number) in known
-        assert len(known) <= 10
-        assert max(map(len, known)) <= 32, "no client fills the memory with long words"
-
-
-def test_a_vocabulary_with_words_beside_it_remembers_none(tiny_store: Path, tmp_path: Path) -> None:
-    """The library finds an added token within words, so that these do not stand for themselves."""
-    bundle = Store(tiny_store).open("bert")
-    parts = json.loads(bundle.file(bundle.manifest.tokenizer.file).read_text())
-    size = bundle.manifest.tokenizer.vocab_size
-    token = {"id": size, "content": "kin", "single_word": False, "lstrip": False, "rstrip": False}
-    parts["added_tokens"].append({**token, "normalized": False, "special": False})
-    (tmp_path / bundle.manifest.tokenizer.file).write_text(json.dumps(parts))
-    spec = bundle.manifest.tokenizer.model_copy(update={"vocab_size": size + 1})
-    grown = Tokenizer(Bundle(bundle.manifest.model_copy(update={"tokenizer": spec}), tmp_path))
-    assert grown._vocabulary.words is None
-    assert size in grown.ids(["the king"])[0]
 
 
 def test_pairs_are_cut_as_transformers_cuts_them(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -7,13 +7,9 @@ from pathlib import Path
 import onnx
 import onnxruntime as ort
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cloze.export.check.rounding import input_scales, round_weights
 from cloze.export.errors import ExportError
-from cloze.export.graph.linear_ops import quantise
 from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.model import GraphWriter
 from cloze.export.publish import ExportOptions, export
@@ -69,15 +65,3 @@ def test_int8_weights_need_the_int8_graph(checkpoints: dict[str, Path], tmp_path
         export(
             str(checkpoints["bert"]), "bert", Store(tmp_path), ExportOptions(weights=Weights.INT8)
         )
-
-
-@settings(max_examples=50, deadline=None)
-@given(rows=st.integers(1, 8), columns=st.integers(1, 8), seed=st.integers(0, 99))
-def test_integers_of_what_integers_stand_for_are_the_same(
-    rows: int, columns: int, seed: int
-) -> None:
-    """So that both graphs, each quantising the rounded model, find the same bytes."""
-    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
-    integers, steps = quantise(weight)
-    again, _ = quantise(integers * steps[:, None])
-    assert torch.equal(integers, again)

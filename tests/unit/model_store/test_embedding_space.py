@@ -81,12 +81,3 @@ def test_a_part_of_the_bundle_is_part_of_the_name(part: str, changes: dict[str, 
 )
 def test_what_moves_no_vector_leaves_the_name(part: str, changes: dict[str, Any]) -> None:
     assert name(changed(part, **changes)) == name(manifest())
-
-
-def test_without_vectors_of_texts_the_longest_sequence_is_part_of_it() -> None:
-    tokens = tokens_recipe(manifest(), "")
-    names = {
-        embedding_space(manifest(**TOKENS_ONLY, limits={"max_tokens": most}), "fp32", tokens)
-        for most in (11, 12)
-    }
-    assert len(names) == 2

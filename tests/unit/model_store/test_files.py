@@ -10,7 +10,6 @@ from cloze.model_store import processor, store
 from cloze.model_store.error_lines import printable
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.model_store.locations import SHIPPED_ROOT, default_root, is_checkout, user_root
-from cloze.model_store.manifest import parse_sealed, seal, unseal
 from cloze.model_store.plain_files import open_plain, read_plain
 
 
@@ -43,27 +42,6 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
         assert not os.get_inheritable(stream.fileno())
     with pytest.raises(FileNotFoundError):
         open_plain(tmp_path / "missing")
-
-
-def test_a_link_that_replaces_a_file_is_not_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As if the link came between the check of the file and its opening."""
-    (tmp_path / "file").write_text("x")
-    (tmp_path / "link").symlink_to(tmp_path / "file")
-    monkeypatch.setattr(Path, "lstat", Path.stat)
-    with pytest.raises(OSError, match=r"symbolic links|Too many"):
-        open_plain(tmp_path / "link")
-
-
-def test_a_sealed_object_comes_back() -> None:
-    body: dict[str, object] = {"b": 1, "a": "é"}
-    data = seal(body)
-    assert data.endswith(b"}\n")
-    assert list(parse_sealed(data)) == ["b", "a", "digest"]
-    assert unseal(parse_sealed(data), data) == body
-    with pytest.raises(ValueError, match="digest does not match"):
-        unseal(parse_sealed(data), data + b" ")
 
 
 INTEL = "processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512_vnni\nbugs : avx_vnni\n"

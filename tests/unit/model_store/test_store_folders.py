@@ -2,12 +2,9 @@
 
 import json
 import os
-import shutil
 import sys
 import time
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pydantic import BaseModel, Field, ValidationError
@@ -102,19 +99,6 @@ def test_other_files_of_a_name_stay(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "tiny").iterdir()] == ["notes"]
 
 
-def test_what_cannot_be_removed_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = kept(tmp_path, 1)
-
-    def refuse(*_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(shutil, "rmtree", refuse)
-    with pytest.raises(StoreError, match=rf"cannot remove 'tiny' from {tmp_path}: Permission"):
-        one.remove("tiny")
-
-
 # ---- staging -----------------------------------------------------------------------------------
 
 
@@ -181,16 +165,6 @@ def test_the_command_that_installs_extras(
     monkeypatch.setattr(installation, "distribution", lambda _: Installed())
     command = install_command("cpu", "export")
     assert command == f"{sys.executable} -m pip install {target.format(tmp_path)}"
-
-
-def test_a_package_that_is_not_installed_comes_from_the_index(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def missing(_: str) -> Any:
-        raise PackageNotFoundError
-
-    monkeypatch.setattr(installation, "distribution", missing)
-    assert install_command("gpu").endswith(" -m pip install 'cloze-server[gpu]'")
 
 
 def test_the_revision_of_an_image_and_of_what_pip_got_from_git(

@@ -257,25 +257,6 @@ def test_biases_of_a_nomic_checkpoint_count(tmp_path: Path) -> None:
     assert not same(nomic_states(tensors, random_ids(), act=F.gelu), expected)
 
 
-@pytest.mark.parametrize(
-    ("settings", "limit"),
-    [
-        ({"max_trained_positions": None}, 2048),
-        ({"n_positions": 512}, 512),
-        ({"rotary_scaling_factor": 2.0}, 2048),
-        ({"max_position_embeddings": 2048}, 2048),
-    ],
-)
-def test_the_limit_of_a_nomic_checkpoint_is_that_of_its_training(
-    settings: dict[str, Any], limit: int, tmp_path: Path
-) -> None:
-    """A factor of the scaling changes nothing up to that limit."""
-    tensors = nomic()
-    write(tmp_path, NOMIC | settings, tensors)
-    assert load_checkpoint(str(tmp_path)).model.config.max_positions == limit
-    assert same(states(tmp_path, random_ids()), nomic_states(tensors, random_ids()))
-
-
 # ---- GTE -----------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from onnx import TensorProto
 from cloze.export.blocks.config import Convolution, RelativePositions
 from cloze.export.blocks.window import _write_raised
 from cloze.export.check.rounding import input_scales, round_weights
-from cloze.export.check.verify import GraphUnderTest, grid, verify
+from cloze.export.check.verify import GraphUnderTest, verify
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
 from cloze.export.graph.builder import GraphBuilder
@@ -105,13 +105,6 @@ def test_filling_to_which_no_token_attends(family: str, tmp_path: Path) -> None:
     verified(tmp_path, graphs[Precision.FP32], made, recipe, heads)
     with pytest.raises(ExportError, match="no fp16 graph"):
         written(tmp_path, made, recipe, [Precision.FP16], heads=heads)
-
-
-def test_the_grid_has_the_edges_of_a_window_and_no_batch_of_very_long_texts() -> None:
-    cells = grid(8192, 64)
-    assert {(1, 8192), (1, 66), (8, 66), (1, 257), (8, 257)} <= set(cells)
-    assert max(batch * length for batch, length in cells if batch > 1) <= 4096
-    assert (8, 512) in grid(512, None)
 
 
 def test_keys_outside_a_window_have_weights_that_are_tiny_but_normal_numbers(
@@ -261,25 +254,6 @@ def test_weights_of_several_graphs_are_stored_once(tmp_path: Path) -> None:
     assert (alone / "weights.bin").stat().st_size == size
 
 
-def test_what_the_manifest_says_of_a_graph(tmp_path: Path) -> None:
-    graphs = written(tmp_path, model(), EmbeddingRecipe(), list(Precision), heads=(embedding.HEAD,))
-    assert {p: (g.file, g.layout, g.precision, g.weights, g.opset) for p, g in graphs.items()} == {
-        Precision.FP32: ("dense.onnx", Layout.DENSE, Precision.FP32, Weights.FP32, 20),
-        Precision.INT8: ("dense-int8.onnx", Layout.DENSE, Precision.INT8, Weights.FP32, 20),
-        Precision.FP16: ("packed-fp16.onnx", Layout.PACKED, Precision.FP16, Weights.FP32, 20),
-    }
-    for graph in graphs.values():
-        assert onnx.load(tmp_path / graph.file, load_external_data=False).graph.name == "cloze"
-    dense, int8, packed = (graphs[p].operators for p in list(graphs))
-    assert dense["MatMul"] == 12
-    assert dense["MultiHeadAttention"] == dense["BiasGelu"] == 2
-    assert dense["LayerNormalization"] == 5
-    assert "Softmax" not in dense
-    assert int8["MatMulIntegerToFloat"] == 12
-    assert packed["PackedMultiHeadAttention"] == 2
-    assert packed["SkipLayerNormalization"] == 5
-
-
 @pytest.mark.parametrize(
     ("hidden", "heads", "fits"),
     [(16, 2, True), (12, 1, False), (256, 1, True), (264, 1, False), (24, 2, False)],
@@ -324,21 +298,6 @@ def test_no_token_depends_on_the_batch_in_int8(tmp_path: Path) -> None:
         np.testing.assert_allclose(
             run(ids[row : row + 1]), together[7 * row : 7 * row + 7], atol=1e-5
         )
-
-
-def test_tables_of_fp16_are_fp16(tmp_path: Path) -> None:
-    made = model(hidden_size=32, intermediate_size=64)
-    graph = written(tmp_path, made, EmbeddingRecipe(), [Precision.FP16], heads=(masked_lm.HEAD,))[
-        Precision.FP16
-    ]
-    loaded = onnx.load(tmp_path / graph.file, load_external_data=False).graph
-    types = {tensor.name: tensor.data_type for tensor in loaded.initializer}
-    trunk = {
-        name: kind for name, kind in types.items() if name.startswith(("layers", "embeddings"))
-    }
-    assert set(trunk.values()) == {TensorProto.FLOAT16}
-    stored_words = [name for name in types if "word" in name]
-    assert len(stored_words) == 1  # the table of the trunk is that of the decoder
 
 
 @pytest.mark.parametrize("precision", list(Precision))

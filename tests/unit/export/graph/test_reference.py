@@ -77,26 +77,6 @@ def test_large_scores_do_not_overflow(tmp_path: Path) -> None:
     np.testing.assert_allclose(result, inputs[2][[0, 0]], atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("offsets", "message"),
-    [
-        ([[1, 0, 2], [3, 4, 5]], "does not match cu_seqlens"),
-        ([[0, 1, 2]], "does not match cu_seqlens"),
-        ([[0, 1, 3], [4, 2, 5], [6, 7, 8]], "does not match cu_seqlens"),
-        ([[0, 1, 3], [4, 2, 2]], "does not name every cell once"),
-        ([[0, 1, 3], [4, 5, 6]], "does not name every cell once"),
-    ],
-)
-def test_wrong_places_are_refused(offsets: list[list[int]], message: str, tmp_path: Path) -> None:
-    x = drawn(4, 8)
-    ends = np.array([0, 2, 4], np.int32)
-    good = np.array([[0, 1, 3], [4, 2, 5]], np.int32)
-    run(tmp_path, "PackedMultiHeadAttention", [x, x, x, None, good, ends], num_heads=1)
-    wrong = np.array(offsets, np.int32)
-    with pytest.raises(ValueError, match=message):
-        run(tmp_path, "PackedMultiHeadAttention", [x, x, x, None, wrong, ends], num_heads=1)
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_norms_of_sums(dtype: Any, has_bias: bool, tmp_path: Path) -> None:

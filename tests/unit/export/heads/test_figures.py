@@ -15,7 +15,6 @@ from cloze.model_store.heads import ArrayResult
 from cloze.model_store.heads.label_sets import read_labels
 from cloze.model_store.heads.masked_lm import MaskedLMResult
 from cloze.model_store.heads.sequence_classification import read_options
-from cloze.model_store.heads.sparse_embedding import SparseEmbeddingResult
 from tests.support.scorers import CLS, MASK, SEP, ByHand, gate_texts
 
 TEXTS = gate_texts(max_tokens=64)
@@ -56,11 +55,6 @@ def test_one_bad_text_among_good_ones_shows_in_the_least_cosine() -> None:
         "embedding_cosine_least": pytest.approx(0.6),
         "embedding_cosine_mean": pytest.approx((COUNT - 1 + 0.6) / COUNT),
     }
-
-
-def test_a_vector_of_zeros_is_no_number() -> None:
-    figures = measured("embedding", lambda _: vector(1, 0), lambda _: vector(0, 0))
-    assert np.isnan(list(figures.values())).all()
 
 
 def test_the_change_of_a_ranking_is_after_less_before() -> None:
@@ -123,16 +117,6 @@ def test_spans_agree_in_start_and_end() -> None:
         assert figures == {"qa_span_agreement": pytest.approx(1 - 1 / questions)}
 
 
-def test_labels_of_texts_agree() -> None:
-    def of(*logits: float) -> ArrayResult:
-        return ArrayResult(np.array(logits, np.float32))
-
-    texts = COUNT + len(TEXTS.sentence_pairs())
-    other = first_of(lambda first: of(5, 1) if first else of(0, 1))
-    figures = measured("sequence_classification", lambda _: of(1, 2), other)
-    assert figures == {"text_classification_agreement": pytest.approx(1 - 1 / texts)}
-
-
 def test_a_single_logit_agrees_within_a_twentieth_of_the_spread() -> None:
     def of(logit: float) -> ArrayResult:
         return ArrayResult(np.array([logit], np.float32))
@@ -178,18 +162,6 @@ def test_mean_cosines_of_hidden_states() -> None:
     )
     # The first of two states differs: the figure is that of the worst.
     assert figures == {"layer_embedding_cosine_mean": pytest.approx(0.6)}
-
-
-def test_the_64_largest_weights_of_sparse_vectors_are_compared() -> None:
-    asked: list[Any] = []
-
-    def answer(encoding: Encoding) -> SparseEmbeddingResult:
-        asked.append((encoding.requests["sparse_embedding"], len(encoding)))
-        return SparseEmbeddingResult(np.ones(1, np.float32), np.array([1]))
-
-    measured("sparse_embedding", answer, answer)
-    assert len(asked) == 2 * COUNT
-    assert all((request.tokens, request.top_k) == (tokens, 64) for request, tokens in asked)
 
 
 # ---- labels of a checkpoint --------------------------------------------------------------------

@@ -4,16 +4,11 @@
 corpus. `--fuzz-seconds` is the time per target.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
 
-from cloze.service.errors import ServiceError
 from tests.fuzz import frames_target, manifest_target, onnx_target, request_target
 from tests.fuzz.search import Failure, Target, search, search_for
 
@@ -58,25 +53,3 @@ def fail_with(failures: Sequence[Failure], kept: str) -> None:
     """Fail with the first of the failures, and say where the inputs are."""
     for failure in failures:
         pytest.fail(f"{failure.error!r} on {failure.data!r} ({kept})", pytrace=False)
-
-
-@settings(max_examples=100, deadline=None)
-@given(frames_target.messages)
-def test_a_message_arrives_as_it_was_sent(message: frames_target.Message) -> None:
-    arrived = frames_target.decode(frames_target.encode(message))
-    assert plain(arrived) == plain(message)
-
-
-def plain(value: Any) -> Any:
-    """Return a message as values that compare by their content."""
-    if isinstance(value, np.ndarray):
-        return value.dtype.name, value.shape, value.tobytes()
-    if isinstance(value, ServiceError):
-        return type(value), str(value), vars(value)
-    if dataclasses.is_dataclass(value):
-        return type(value), [plain(getattr(value, each.name)) for each in dataclasses.fields(value)]
-    if isinstance(value, dict):
-        return {key: plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
-    return value

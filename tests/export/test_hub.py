@@ -99,7 +99,6 @@ def test_a_sentencepiece_model_is_downloaded_and_found_offline(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("tiny/nothing",), "cannot load tiny/nothing from the hub"),
         (("tiny/bert", "--revision", "v9"), "cannot load tiny/bert at revision v9 from the hub"),
         (("not a name!",), "cannot load not a name! from the hub"),
     ],

@@ -105,24 +105,9 @@ def test_prompts_of_one_batch_are_left_out_one_by_one(bundle: Bundle) -> None:
         )
 
 
-def test_what_is_left_of_a_prompt_is_left_out(server: Server, bundle: Bundle) -> None:
-    """Where a text is divided, the prompt is in each window."""
-    tokenizer = Tokenizer(bundle)
-    context = TaskContext(bundle.manifest, tokenizer, LIMITS)
-    [prompt] = tokenizer.ids([PROMPTS["query"]])
-    text = "who walked " * 30
-
-    def firsts(**options: Any) -> list[int]:
-        asked = EmbedParameters(prompt_name="query", **options)
-        encodings = TASK.prepare(text, asked, context).encodings
-        return [encoding.requests["embedding"].first for encoding in encodings]  # type: ignore[attr-defined]
-
-    assert firsts() == [1 + len(prompt)]
-    assert firsts(truncation_direction="left") == [1 + len(prompt)]
-    assert set(firsts(long_text="window")) == {1 + len(prompt)}
-    assert len(firsts(long_text="window")) > 1
+def test_requests_that_pool_prompts_are_refused(server: Server) -> None:
     refused = httpx.post(
-        server.url + "/embed", json={"inputs": text, "prompt_name": "query", "pooling": "max"}
+        server.url + "/embed", json={"inputs": "who", "prompt_name": "query", "pooling": "max"}
     )
     assert refused.status_code == 424
     assert "pool a prompt too, which the pooling of asked@1 leaves out" in refused.text

@@ -49,18 +49,6 @@ def test_the_committed_page_is_the_generated_page(script: str) -> None:
     assert done.returncode == 0, f"run scripts/{script}"
 
 
-def test_names_of_heads_tasks_and_tensors_are_unique() -> None:
-    heads = HEADS.values()
-    tensors = [*TRUNK_INPUTS, *(t for head in heads for t in (*head.inputs, *head.outputs))]
-    for names in (
-        [head.name for head in heads],
-        [head.task for head in heads],
-        [tensor.name for tensor in tensors],
-    ):
-        assert len(names) == len(set(names))
-    assert all(name == head.name for name, head in HEADS.items())
-
-
 def letters(tensors: Iterable[TensorSpec]) -> set[str]:
     layouts = (Layout.DENSE, Layout.PACKED)
     sizes = [size for tensor in tensors for one in layouts for size in tensor.shape_in(one)]

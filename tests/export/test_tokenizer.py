@@ -5,7 +5,6 @@
 import json
 import lzma
 import shutil
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from transformers import AutoTokenizer, BertTokenizerFast, MPNetTokenizer
 
 from cloze.export.errors import ExportError
 from cloze.export.load.tokenizer import describe_tokenizer, load_tokenizer, lower_cased
-from cloze.model_store import Bundle, Store
+from cloze.model_store import Store
 from cloze.service.text.tokenizer import Tokenizer
 from tests.support.tokenizer_kinds import unigram, wordpiece
 from tests.support.tokenizer_references import entry
@@ -78,19 +77,6 @@ def test_published_vocabularies_agree_with_their_tokenizer_json(
                 theirs = expected.encode(text, add_special_tokens=special)
                 assert (ours.ids, ours.offsets) == (theirs.ids, theirs.offsets)
             assert loaded.tokenizer.decode(ours.ids) == expected.decode(theirs.ids)
-
-
-@pytest.mark.parametrize(
-    ("name", "lowercase"), [("bert-base-uncased", True), ("bert-base-multilingual-cased", False)]
-)
-def test_case_is_read_off_a_vocabulary_alone(
-    external_data: Path, tmp_path: Path, name: str, lowercase: bool
-) -> None:
-    shutil.copy(external_data / "tokenization" / name / "vocab.txt", tmp_path)
-    loaded = load_tokenizer(tmp_path)
-    assert loaded.lowercase is lowercase
-    [note] = loaded.notes
-    assert ("uncased" in note) is lowercase
 
 
 @pytest.mark.parametrize(
@@ -167,8 +153,7 @@ def test_a_vocabulary_with_accents_is_cased(tmp_path: Path, piece: str, lowercas
     (tmp_path / "vocab.txt").write_text("\n".join([*vocabulary(), piece]) + "\n")
     loaded = load_tokenizer(tmp_path)
     assert loaded.lowercase is lowercase
-    [note] = loaded.notes
-    assert f"taken as {'uncased' if lowercase else 'cased'}" in note
+    assert f"taken as {'uncased' if lowercase else 'cased'}" in str(loaded.notes)
 
 
 def test_tokens_added_beside_a_vocabulary_are_kept(tmp_path: Path) -> None:
@@ -294,23 +279,6 @@ def test_a_wrong_tokenizer_gets_one_clear_line(
 @pytest.fixture(scope="module")
 def tokenizer(tiny_store: Path) -> Tokenizer:
     return Tokenizer(Store(tiny_store).open("bert"))
-
-
-def test_equal_files_have_one_vocabulary_in_memory(tiny_store: Path, tmp_path: Path) -> None:
-    bundle = Store(tiny_store).open("bert")
-    first = Tokenizer(bundle)
-    for file in bundle.path.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    second = Tokenizer(Bundle(bundle.manifest, tmp_path))
-    assert second._backend is first._backend
-    file = tmp_path / bundle.manifest.tokenizer.file
-    file.write_bytes(file.read_bytes() + b"\n")
-    third = Tokenizer(Bundle(bundle.manifest, tmp_path))
-    assert third._backend is not first._backend, "only the bytes decide"
-    assert third.ids(["the king"]) == first.ids(["the king"])
-    unused = weakref.ref(third._vocabulary)
-    del third
-    assert unused() is None, "a reload frees it"
 
 
 _PARTS = ("the", "king", "Kings", "red", "x" * 40, "a1b", "[MASK]", "]", "Ünï", "机", "e\u0301", "\t",

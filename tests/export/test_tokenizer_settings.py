@@ -16,8 +16,6 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 from transformers import (
-    BertTokenizer,
-    MPNetTokenizer,
     PreTrainedTokenizerFast,
     RobertaTokenizer,
 )
@@ -334,28 +332,6 @@ def test_a_tokenizer_that_adds_no_special_tokens_is_refused(kind: str, tmp_path:
     assert not {2, 3} & set(ids)
     with pytest.raises(ExportError, match=f"no post_processor .* the class {kind} adds none"):
         load_tokenizer(tmp_path)
-
-
-def test_a_byte_level_file_without_special_tokens_is_refused(tmp_path: Path) -> None:
-    base = files_of("roberta")
-    base["tokenizer.json"] = base["tokenizer.json"] | {"post_processor": None}
-    base["tokenizer_config.json"] |= {"tokenizer_class": "RobertaTokenizer"}
-    write(tmp_path, base)
-    with pytest.raises(ExportError, match="has no post_processor that adds special tokens: texts"):
-        load_tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize("family", ["bert", "mpnet"])
-def test_another_class_adds_the_special_tokens_of_its_family(family: str, tmp_path: Path) -> None:
-    base = files_of(family)
-    base["tokenizer.json"] = base["tokenizer.json"] | {"post_processor": None}
-    kind = {"bert": BertTokenizer, "mpnet": MPNetTokenizer}[family]
-    base["tokenizer_config.json"] |= {"tokenizer_class": kind.__name__}
-    write(tmp_path, base)
-    expected = kind.from_pretrained(tmp_path)("the bank", "a fee")
-    made = load_tokenizer(tmp_path).tokenizer.encode("the bank", "a fee")
-    assert made.ids == expected["input_ids"]
-    assert made.type_ids == expected.get("token_type_ids", [0] * len(made.ids))
 
 
 @pytest.mark.parametrize("prefix", [False, True])

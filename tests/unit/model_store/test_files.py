@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cloze.model_store import processor, store
+from cloze.model_store import processor
 from cloze.model_store.error_lines import printable
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.model_store.locations import SHIPPED_ROOT, default_root, is_checkout, user_root
@@ -94,14 +94,6 @@ def test_a_checkout_keeps_its_bundles(tmp_path: Path, monkeypatch: pytest.Monkey
     assert default_root(tmp_path) == SHIPPED_ROOT
     monkeypatch.setenv("XDG_DATA_HOME", "/data")
     assert default_root(tmp_path / "else") == Path("/data/cloze/bundles")
-
-
-def test_which_folders_a_store_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "DEFAULT_ROOT", tmp_path)
-    assert store.folders_to_read(tmp_path) == (tmp_path, SHIPPED_ROOT)
-    assert store.folders_to_read(tmp_path / "x") == (tmp_path / "x",)
-    monkeypatch.setattr(store, "DEFAULT_ROOT", SHIPPED_ROOT)
-    assert store.folders_to_read(SHIPPED_ROOT) == (SHIPPED_ROOT,)
 
 
 def test_a_line_shows_no_control_characters_and_is_cut() -> None:

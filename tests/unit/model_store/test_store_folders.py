@@ -7,10 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel, Field, ValidationError
 
 from cloze.model_store import Store, StoreError, installation
-from cloze.model_store.error_lines import first_problem
 from cloze.model_store.installation import build, install_command
 from tests.unit.model_store.test_adopt import staged
 
@@ -90,13 +88,6 @@ def test_one_version_or_all_are_removed(tmp_path: Path) -> None:
     assert one.references() == ["other@1"]
     with pytest.raises(StoreError, match="no bundle named 'tiny'"):
         one.remove("tiny")
-
-
-def test_other_files_of_a_name_stay(tmp_path: Path) -> None:
-    one = kept(tmp_path, 1)
-    (tmp_path / "tiny/notes").write_text("x")
-    one.remove("tiny")
-    assert [path.name for path in (tmp_path / "tiny").iterdir()] == ["notes"]
 
 
 # ---- staging -----------------------------------------------------------------------------------
@@ -181,23 +172,3 @@ def test_the_revision_of_an_image_and_of_what_pip_got_from_git(
 
 
 # ---- errors and limits -------------------------------------------------------------------------
-
-
-class Inner(BaseModel):
-    numbers: list[int] = Field(max_length=2)
-
-
-class Outer(BaseModel):
-    inner: Inner
-
-
-def test_the_first_problem_has_its_field_and_value() -> None:
-    with pytest.raises(ValidationError) as error:
-        Outer.model_validate({"inner": {"numbers": [1, "x"]}})
-    assert first_problem(error.value) == (
-        "inner.numbers.1: input should be a valid integer, unable to parse string as an integer, "
-        "got 'x'"
-    )
-    with pytest.raises(ValidationError) as error:
-        Outer.model_validate(5)
-    assert first_problem(error.value).startswith("Input should be a valid dictionary")

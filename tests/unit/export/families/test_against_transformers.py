@@ -257,13 +257,6 @@ def test_a_deberta_fills_masks_only_with_the_head_that_its_settings_declare(
     assert "fill-mask" in checkpoint.broken_promise
 
 
-def test_a_layer_that_is_shared_is_one_set_of_weights(built: Any) -> None:
-    encoder = built("albert")[1].model.encoder
-    names = [name for name, _ in encoder.named_layers()]
-    assert names == [f"layers.{n}" for n in (0, 1, 0, 1, 0, 1, 6, 7, 6, 7)]
-    assert len({id(layer) for layer in encoder.layers}) == 4
-
-
 @pytest.mark.parametrize("pooler", [True, False])
 @pytest.mark.parametrize(
     "kind", ["MobileBertForPreTraining", "MobileBertForSequenceClassification"]
@@ -454,3 +447,14 @@ def test_positions_begin_after_the_padding_token_whatever_its_id_is(
     for tokens in (9, positions):
         ids = ids_of(network, tokens)
         assert same(ours(checkpoint, "masked_lm", ids), theirs(network, "masked_lm", ids))
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (1,), ()])
+def test_a_folded_row_of_another_width_is_refused(shape: tuple[int, ...], copied: Any) -> None:
+    _, folder = copied("roberta")
+    file = folder / "model.safetensors"
+    tensors = dict(read_tensors([file]))
+    tensors["roberta.embeddings.token_type_embeddings.weight"] = torch.zeros(shape)
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ExportError, match=r"the row that is added|has shape"):
+        load_checkpoint(str(folder))

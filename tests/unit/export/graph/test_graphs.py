@@ -150,16 +150,6 @@ def test_each_way_to_see_positions_agrees_with_torch(
     verified(tmp_path, graphs[Precision.FP32], made, projected())
 
 
-@pytest.mark.parametrize("weights", [Weights.FP16, Weights.INT8])
-def test_products_of_positions_are_exact_whatever_the_matrices_are(
-    weights: Weights, tmp_path: Path
-) -> None:
-    made, recipe = model("deberta-v2"), EmbeddingRecipe()
-    graphs = written(tmp_path, made, recipe, [Precision.FP32, Precision.INT8], weights)
-    for graph in graphs.values():
-        verified(tmp_path, graph, made, recipe)
-
-
 def test_a_layer_that_is_passed_often_is_stored_once(tmp_path: Path) -> None:
     sizes = {"layer_groups": 1, "hidden_size": 32, "intermediate_size": 64}
     for layers in (1, 6):
@@ -298,27 +288,3 @@ def test_no_token_depends_on_the_batch_in_int8(tmp_path: Path) -> None:
         np.testing.assert_allclose(
             run(ids[row : row + 1]), together[7 * row : 7 * row + 7], atol=1e-5
         )
-
-
-@pytest.mark.parametrize("precision", list(Precision))
-def test_a_table_of_integers_is_stored_once(precision: Precision, tmp_path: Path) -> None:
-    """The lookup and the decoder read the same integers; no floats are stored beside them."""
-    made = model(hidden_size=32, intermediate_size=64)
-    graph = written(
-        tmp_path, made, EmbeddingRecipe(), [precision], Weights.INT8, (masked_lm.HEAD,)
-    )[precision]
-    loaded = onnx.load(tmp_path / graph.file, load_external_data=False).graph
-    tables = {
-        tensor.name: (tensor.data_type, tuple(tensor.dims))
-        for tensor in loaded.initializer
-        if "word" in tensor.name
-    }
-    assert sorted(tables.values()) == [
-        (TensorProto.FLOAT, (30,)),
-        (TensorProto.INT8, (30, 32)),
-    ]
-    matrices = {t.name: t.data_type for t in loaded.initializer if t.name.startswith("layers")}
-    kinds = [kind for name, kind in matrices.items() if name.endswith("weight.int8")]
-    assert kinds == [TensorProto.INT8] * 12
-    floats = ("query.weight", "up.weight", "query.weight.fp16", "up.weight.fp16")
-    assert not [name for name in matrices if name.endswith(floats)]

@@ -44,13 +44,13 @@ def first_of(result: Callable[[bool], Any]) -> Callable[[Encoding], Any]:
     return answer
 
 
-def vector(*numbers: float) -> ArrayResult:
-    return ArrayResult(np.array(numbers, np.float32))
+def row(*numbers: float, shape: tuple[int, ...] = (-1,)) -> ArrayResult:
+    return ArrayResult(np.array(numbers, np.float32).reshape(shape))
 
 
 def test_one_bad_text_among_good_ones_shows_in_the_least_cosine() -> None:
-    other = first_of(lambda first: vector(0.6, 0.8) if first else vector(2, 0))
-    figures = measured("embedding", lambda _: vector(3, 0), other)
+    other = first_of(lambda first: row(0.6, 0.8) if first else row(2, 0))
+    figures = measured("embedding", lambda _: row(3, 0), other)
     assert figures == {
         "embedding_cosine_least": pytest.approx(0.6),
         "embedding_cosine_mean": pytest.approx((COUNT - 1 + 0.6) / COUNT),
@@ -65,11 +65,11 @@ def test_the_change_of_a_ranking_is_after_less_before() -> None:
     ]
 
     def of(sign: float) -> Callable[[Encoding], Any]:
-        return lambda e: vector(np.cos(sign * len(e) / 9), np.sin(sign * len(e) / 9))
+        return lambda e: row(np.cos(sign * len(e) / 9), np.sin(sign * len(e) / 9))
 
     def opposed(encoding: Encoding) -> ArrayResult:
         turn = {3: 0.0, 4: 0.9, 5: 0.5, 6: 0.1}[min(len(encoding), 6)]
-        return vector(np.cos(turn), np.sin(turn))
+        return row(np.cos(turn), np.sin(turn))
 
     figures = measured("embedding", of(1), opposed, scored_pairs=scored)
     assert figures["sts_spearman_change"] == pytest.approx(-2)
@@ -95,26 +95,24 @@ def test_every_token_is_masked_alone() -> None:
     assert figures == {"fill_mask_top1_agreement": pytest.approx(1 - COUNT / tokens)}
 
 
-def test_labels_of_pairs_agree() -> None:
-    pairs = len(TEXTS.sentence_pairs())
-    other = first_of(
-        lambda first: ArrayResult(np.array([0.0, 1] if first else [1.0, 0], np.float32))
-    )
-    same = lambda _: ArrayResult(np.array([2.0, 1], np.float32))  # noqa: E731
-    assert measured("next_sentence", same, other) == {"nsp_agreement": pytest.approx(1 - 1 / pairs)}
-
-
-def test_spans_agree_in_start_and_end() -> None:
-    def span(start: int, end: int) -> ArrayResult:
-        logits = np.zeros((8, 2), np.float32)
-        logits[start, 0] = logits[end, 1] = 1
-        return ArrayResult(logits)
-
-    questions = len(TEXTS.questions())
-    for wrong in (span(1, 4), span(2, 5)):
-        other = first_of(lambda first, w=wrong: w if first else span(2, 4))
-        figures = measured("span", lambda _: span(2, 4), other)
-        assert figures == {"qa_span_agreement": pytest.approx(1 - 1 / questions)}
+@pytest.mark.parametrize(
+    ("head", "figure", "same", "wrong", "count"),
+    [
+        ("next_sentence", "nsp_agreement", row(2, 1), row(0, 1), len(TEXTS.sentence_pairs())),
+        ("sequence_classification", "text_classification_agreement", row(1, 2), row(5, 1),
+         COUNT + len(TEXTS.sentence_pairs())),
+        *(
+            ("span", "qa_span_agreement", row(0, 0, 1, 0, 0, 1, shape=(3, 2)), wrong, len(TEXTS.questions()))
+            for wrong in (row(1, 0, 0, 0, 0, 1, shape=(3, 2)), row(0, 0, 1, 1, 0, 0, shape=(3, 2)))
+        ),
+    ],
+)  # fmt: skip
+def test_answers_agree(
+    head: str, figure: str, same: ArrayResult, wrong: ArrayResult, count: int
+) -> None:
+    """Of a span, the start and the end."""
+    other = first_of(lambda first: wrong if first else same)
+    assert measured(head, lambda _: same, other) == {figure: pytest.approx(1 - 1 / count)}
 
 
 def test_a_single_logit_agrees_within_a_twentieth_of_the_spread() -> None:

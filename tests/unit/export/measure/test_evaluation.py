@@ -14,7 +14,6 @@ from scipy.stats import spearmanr
 from cloze.export.errors import DataError
 from cloze.export.measure.masked_words import (
     Sentence,
-    complete,
     read_sentences,
 )
 from cloze.export.measure.metrics import best_threshold
@@ -30,10 +29,8 @@ from cloze.model_store.heads.masked_lm import MaskedLMResult
 from tests.support.scorers import (
     CLS,
     ID,
-    MASK,
     SEP,
     ByHand,
-    checkpoint_tokenizer,
     tokenizer,
 )
 
@@ -103,26 +100,6 @@ def test_a_wrong_word_of_the_sentence_is_a_repetition() -> None:
     repeated = [sentence.is_repeated_by(word) for word in ("king", "The", "door", "kin")]
     assert repeated == [True, True, False, False]
     assert not Sentence("a crown is a [MASK]", ("crown",)).is_repeated_by("crown")
-
-
-def test_each_sentence_gets_its_own_word() -> None:
-    """The mask of a file becomes the tokenizer's; the vocabulary's token is the word."""
-    asked: list[list[int]] = []
-
-    def predict(encoding: Encoding) -> dict[str, Any]:
-        asked.append(encoding.input_ids.tolist())
-        result = likely(encoding)["masked_lm"]
-        word = ID["##s"] if len(asked) == 1 else ID["sun"]
-        return {
-            "masked_lm": MaskedLMResult(
-                result.top_logits, np.array([[word]]), result.logsumexp, result.target_logits
-            )
-        }
-
-    given = [Sentence("red [MASK]", ("x",)), Sentence("[MASK] moon red", ("sun",))]
-    done = complete(given, checkpoint_tokenizer(), ByHand(predict))
-    assert done == ["##s", "sun"]
-    assert asked == [[CLS, ID["red"], MASK, SEP], [CLS, MASK, ID["moon"], ID["red"], SEP]]
 
 
 # ---- scored pairs ------------------------------------------------------------------------------

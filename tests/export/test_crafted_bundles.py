@@ -6,19 +6,15 @@ one case of each kind reaches a service.
 `tests/support/crafted.py` changes a real bundle in one place and seals it again.
 """
 
-import copy
 import json
 import os
 import re
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import onnx
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from onnx import helper
 
 from cloze.export.publish import ExportOptions, export
@@ -29,7 +25,6 @@ from cloze.model_store.locations import SHIPPED_NAMES
 from cloze.service.errors import StartupError
 from cloze.service.service import single_process
 from cloze.service.settings import load_settings
-from tests.fuzz.damage import json_values, paths_of
 from tests.support.crafted import (
     Body,
     Change,
@@ -37,8 +32,6 @@ from tests.support.crafted import (
     edit_graph,
     edit_json,
     put,
-    read_body,
-    seal,
     unchanged,
     write,
 )
@@ -222,40 +215,6 @@ def test_a_manifest_that_is_no_manifest_is_refused(
 
 
 # ---- any value of a manifest ---------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@settings(
-    max_examples=150,
-    deadline=timedelta(seconds=START_LIMIT_S),
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(st.data())
-def test_any_value_of_a_manifest_starts_or_is_refused(
-    bert: Path, tmp_path: Path, data: st.DataObject
-) -> None:
-    folder = tmp_path / "bert" / "1"
-    if not folder.exists():
-        craft(bert, tmp_path, unchanged)
-    body = read_body(bert)
-    *parents, last = data.draw(st.sampled_from(sorted(paths_of(body), key=repr)))
-    parent: Any = body
-    for each in parents:
-        parent = parent[each]
-    if data.draw(st.booleans()):
-        parent[last] = data.draw(json_values)
-    elif isinstance(parent, dict) and data.draw(st.booleans()):
-        parent[data.draw(st.text(max_size=5))] = parent.pop(last)
-    elif isinstance(parent, list):
-        parent.append(copy.deepcopy(parent[last]))
-    else:
-        del parent[last]
-    try:
-        seal(folder, body, measure=False)
-    except UnicodeEncodeError:  # no file has lone surrogates
-        return
-    error = start_error(tmp_path)
-    assert error is None or error.isprintable(), error
 
 
 # ---- processes -----------------------------------------------------------------------------------

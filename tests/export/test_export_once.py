@@ -1,8 +1,6 @@
 """An export that equals the newest bundle of its name finds it, and writes nothing."""
 
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +15,6 @@ from cloze.model_store.manifest import Weights
 @pytest.fixture
 def source(checkpoints: dict[str, Path], tmp_path: Path) -> Path:
     return shutil.copytree(checkpoints["bert"], tmp_path / "source")
-
-
-def change_json(name: str, **values: Any) -> Callable[[Path], None]:
-    def change(source: Path) -> None:
-        file = source / name
-        file.write_text(json.dumps(json.loads(file.read_text()) | values))
-
-    return change
-
-
-def add_card(source: Path) -> None:
-    (source / "README.md").write_text("---\nlicense: mit\n---\n")
 
 
 def test_an_equal_export_is_found_once_and_an_older_one_is_not(
@@ -47,14 +33,3 @@ def test_an_equal_export_is_found_once_and_an_older_one_is_not(
     assert export() == "m@4", "a server serves the newest version, and this was version 1"
     (tmp_path / "store/m/4/weights.bin").write_bytes(b"damaged")
     assert export() == "m@5"
-
-
-@pytest.mark.parametrize("change", [add_card, change_json("config.json", layer_norm_eps=1e-3)])
-def test_a_changed_checkpoint_is_exported(
-    source: Path, tmp_path: Path, change: Callable[[Path], None]
-) -> None:
-    """Also if its weights are the same."""
-    store, options = Store(tmp_path / "store"), ExportOptions(reuse=True)
-    assert publish(str(source), "m", store, options).manifest.version == 1
-    change(source)
-    assert publish(str(source), "m", store, options).manifest.version == 2

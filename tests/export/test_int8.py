@@ -21,9 +21,7 @@ from cloze.export.graph.builder import GraphBuilder
 from cloze.export.graph.linear_ops import InputScale, Int8, quantise
 from cloze.export.heads import EMBEDDING, EXPORT_HEADS, SPAN
 from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
-from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
-from cloze.export.measure.pairs import ScoredPair
-from cloze.export.measure.texts import SENTENCES, GateTexts
+from cloze.export.measure.texts import GateTexts
 from cloze.export.model import Model, TorchScorer
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Bundle, Store, processor
@@ -34,7 +32,6 @@ from cloze.service.core import Device, RequestedPrecision
 from cloze.service.engine.onnx_engine import OnnxEngine
 from cloze.service.engine.session import Session, cpu_session, is_aligned
 from cloze.service.errors import StartupError
-from tests.conftest import minilm_checkpoint
 from tests.support.serving import running_server
 
 
@@ -126,37 +123,6 @@ def test_what_the_gate_measured_is_in_the_manifest(tiny_int8: Path) -> None:
     assert int8 is not None
     assert int8.gate.limits == EXPORT_HEADS[EMBEDDING].limits
     assert int8.gate.measured.keys() == int8.gate.limits.keys()
-
-
-@pytest.mark.slow
-def test_a_real_model_loses_next_to_nothing(external_data: Path, tmp_path: Path) -> None:
-    words = [set(sentence.lower().split()) for sentence in SENTENCES]
-    pairs = [
-        ScoredPair(SENTENCES[i], SENTENCES[j], len(words[i] & words[j]) / len(words[i] | words[j]))
-        for i in range(len(SENTENCES))
-        for j in range(i)
-    ]
-    options = ExportOptions(tasks=("embed",), precisions=(Precision.INT8,), pairs=tuple(pairs))
-    store = Store(tmp_path / "store")
-    described = export(str(minilm_checkpoint()), "minilm", store, options).manifest
-    int8 = described.int8
-    assert int8 is not None
-    assert int8.gate.measured["embedding_cosine_mean"] > 0.998
-    assert -0.003 <= int8.gate.measured["sts_spearman_change"] < 0.01
-    added = sum(described.files[name].size for name in (int8.graph.file, "weights-int8.bin"))
-    matrices = 6 * (4 * 384 * 384 + 2 * 384 * 1536)
-    assert matrices <= added < 1.1 * matrices, "the embeddings are those of the fp32 graph"
-    data = EvaluationData([], [external_data / "eval" / "stsb-en-dev.csv"], [], 1.0)
-    fp32, low = (
-        evaluate(
-            open_subject("bundle:minilm", store, torch.device("cpu"), precision),
-            data,
-            tmp_path,
-            lambda _: None,
-        )["sts_spearman"]
-        for precision in (Precision.FP32, Precision.INT8)
-    )
-    assert low > fp32 - 0.003
 
 
 def test_a_checkpoint_that_loses_too_much_is_refused(

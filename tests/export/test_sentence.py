@@ -213,22 +213,6 @@ def test_a_packed_graph_of_joined_poolings_is_refused(tmp_path: Path) -> None:
         export(str(folder), "st", Store(tmp_path / "store"), options)
 
 
-def leave_out_prompt(folder: Path, prompts: dict[str, str]) -> None:
-    edit(folder, "1_Pooling/config.json", include_prompt=False)
-    edit(folder, "config_sentence_transformers.json", prompts=prompts)
-
-
-def test_to_leave_out_the_prompt_says_nothing_where_there_is_none(tmp_path: Path) -> None:
-    folder = saved(tmp_path, "bert-plain", Pooling(64, pooling_mode="mean"))
-    before = read(folder).recipe
-    leave_out_prompt(folder, {"query": "", "document": ""})  # as sentence-transformers saves them
-    after = read(folder).recipe
-    assert before is not None
-    assert after is not None
-    assert after.poolings == before.poolings
-    assert after.include_prompt
-
-
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "prompts by word": (lambda f: edit(f, "1_Pooling/config.json", include_prompt="no"), "include_prompt 'no'; it must be true or false"),
     "residual": (lambda f: edit(f, "2_Dense/config.json", use_residual=True), "lacks residual.weight"),

@@ -295,23 +295,6 @@ def test_tokens_of_other_files_are_honoured(family: str, listed: bool, tmp_path:
         assert result == "same" or "should have id" in result
 
 
-@pytest.mark.parametrize("family", KINDS.values())
-def test_tokens_beside_tokenizer_json_have_their_flags(family: str, tmp_path: Path) -> None:
-    base = files_of(family)
-    backend = Tokenizer.from_str(tokenizer_of(family))
-    size, mask = backend.get_vocab_size(), base["tokenizer_config.json"]["mask_token"]
-    for listed in (
-        {str(backend.token_to_id(mask)): entry(mask, special=True, rstrip=True)},
-        {str(size): entry("[new]")},
-        {str(size + 1): entry("kin", single_word=True), str(size): entry("[new]", special=True)},
-    ):
-        config = base["tokenizer_config.json"] | {"added_tokens_decoder": listed}
-        assert compare(tmp_path, base | {"tokenizer_config.json": config}, "decoder") == "same"
-    wrong = base["tokenizer_config.json"] | {"added_tokens_decoder": {"600": entry("[new]")}}
-    result = compare(tmp_path, base | {"tokenizer_config.json": wrong}, "decoder")
-    assert "'[new]' should have id 600" in result
-
-
 def test_a_token_without_a_row_is_named_and_read_as_text(tmp_path: Path) -> None:
     base = files_of("bert")
     base["config.json"]["vocab_size"] -= SPARE

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from cloze.model_store import limits
-from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import Manifest, Precision, parse_reference, seal
 from cloze.model_store.tensors import POSITION_TABLE, WORD_TABLE
 from tests.unit.service.tasks.model import LABELS, manifest
@@ -257,20 +256,6 @@ def test_tasks_have_what_they_need() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             Manifest.model_validate(changed(section, value))
-
-
-def test_the_specification_of_a_graph_follows_from_the_manifest() -> None:
-    spec = manifest().graph_spec(Layout.PACKED)
-    assert (spec.layout, spec.token_types, spec.layers) == (Layout.PACKED, True, 4)
-    assert str(spec.pooling) == "mean"
-    assert spec.heads == tuple(head.name for head in manifest().graph_heads)
-    no_types = Manifest.model_validate(changed("architecture.type_vocab_size", 0))
-    assert no_types.graph_spec(Layout.DENSE).token_types is False
-    assert spec.include_prompt
-    without_prompts = Manifest.model_validate(changed("embedding.include_prompt", False))
-    assert not without_prompts.graph_spec(Layout.DENSE).include_prompt
-    only_qa = changed("tasks", ["qa"]) | {"embedding": None, "heads": {}}
-    assert Manifest.model_validate(only_qa).graph_spec(Layout.DENSE).pooling is None
 
 
 def test_fields_of_earlier_releases_are_left_out_and_the_digest_stays() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cloze.model_store import Store, StoreError, installation
-from cloze.model_store.installation import build, install_command
+from cloze.model_store.installation import install_command
 from tests.unit.model_store.test_adopt import staged
 
 
@@ -156,19 +156,6 @@ def test_the_command_that_installs_extras(
     monkeypatch.setattr(installation, "distribution", lambda _: Installed())
     command = install_command("cpu", "export")
     assert command == f"{sys.executable} -m pip install {target.format(tmp_path)}"
-
-
-def test_the_revision_of_an_image_and_of_what_pip_got_from_git(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Installed:
-        version = "1.2"
-
-        def read_text(self, _: str) -> str:
-            return json.dumps({"vcs_info": {"vcs": "git", "commit_id": "fedcba9876543210" * 2}})
-
-    monkeypatch.setattr(installation, "distribution", lambda _: Installed())
-    assert build.__wrapped__() == ("1.2", "fedcba987654")
 
 
 # ---- errors and limits -------------------------------------------------------------------------

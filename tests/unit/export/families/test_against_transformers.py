@@ -27,7 +27,6 @@ from cloze.export.load.source import read_tensors
 from cloze.export.load.weights import load_model
 from tests.support.family_checkpoints import (
     CLASSES,
-    LABELS,
     TOKENIZERS,
     WITHOUT_QUESTIONS,
     ids_of,
@@ -255,35 +254,6 @@ def test_a_deberta_fills_masks_only_with_the_head_that_its_settings_declare(
     [note] = [note for note in checkpoint.notes if note.startswith("fill-mask")]
     assert re.search("does not declare .*lm_predictions.* random weights", note)
     assert "fill-mask" in checkpoint.broken_promise
-
-
-@pytest.mark.parametrize("pooler", [True, False])
-@pytest.mark.parametrize(
-    "kind", ["MobileBertForPreTraining", "MobileBertForSequenceClassification"]
-)
-def test_a_pooler_is_there_only_if_the_settings_say_so(
-    pooler: bool, kind: str, tmp_path: Path
-) -> None:
-    tokenizer = wordpiece()
-    config = settings_of("mobilebert", tokenizer, classifier_activation=pooler)
-    config.id2label = LABELS
-    torch.manual_seed(3)
-    network = getattr(transformers, kind)(config).eval()
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.normal_(0.5, 0.2)
-    network.save_pretrained(tmp_path)
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    checkpoint, ids = load_checkpoint(str(tmp_path)), ids_of(network, 7)
-    with torch.no_grad():
-        outputs = network(ids)
-    if kind.endswith("PreTraining"):
-        assert same(ours(checkpoint, "masked_lm", ids), outputs.prediction_logits)
-        with torch.no_grad():
-            mine = checkpoint.model.next_sentence(checkpoint.model(ids)[:, 0])
-        assert same(mine, outputs.seq_relationship_logits)
-    else:
-        assert same(ours(checkpoint, "sequence_classification", ids), outputs.logits)
 
 
 def test_a_discriminator_does_not_fill_masks(copied: Any) -> None:

@@ -122,17 +122,6 @@ def test_what_a_graph_declares() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("number", "bytes_per_number"), [(1, 4), (2, 1), (3, 1), (6, 4), (7, 8), (10, 2)]
-)
-def test_weights_of_every_type(number: int, bytes_per_number: int) -> None:
-    def change(made: onnx.ModelProto) -> None:
-        weight = made.graph.initializer[0]
-        weight.data_type, weight.raw_data = number, bytes(6 * bytes_per_number)
-
-    assert parse_onnx(model(change)).weights["inside"].size == 6 * bytes_per_number
-
-
 def weight(**fields: Any) -> Callable[[onnx.ModelProto], None]:
     def change(made: onnx.ModelProto) -> None:
         first = made.graph.initializer[0]

@@ -320,23 +320,6 @@ def test_of_two_biases_that_differ_transformers_adds_the_decoder_s_and_we_refuse
     assert same(ours(load_checkpoint(str(folder)), "masked_lm", ids), expected)
 
 
-def test_the_bias_of_an_untied_decoder_is_not_that_of_the_head(biased: Any) -> None:
-    """transformers does not read the head's bias then, and begins with zeros."""
-    network, folder, tensors, name = biased
-    words = next(one for one in tensors if one.endswith("word_embeddings.weight"))
-    tensors[name.replace("bias", "decoder.weight")] = tensors[words].clone()
-    set_config(folder, tie_word_embeddings=False)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    again = CLASSES["masked_lm"].from_pretrained(folder, attn_implementation="eager").eval()
-    ids = ids_of(network, 9)
-    expected = theirs(network, "masked_lm", ids)
-    assert same(theirs(again, "masked_lm", ids), expected - tensors[name])
-    assert load_checkpoint(str(folder)).model.masked_lm is None
-    tensors[name.replace("bias", "decoder.bias")] = tensors[name].clone()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    assert same(ours(load_checkpoint(str(folder)), "masked_lm", ids), expected)
-
-
 def test_the_order_of_sentences_is_no_promise_of_the_next_sentence(copied: Any) -> None:
     _, folder = copied("albert")
     network = transformers.AlbertForPreTraining(settings_of("albert", unigram()))

@@ -116,14 +116,11 @@ def test_answers_agree(
 
 
 def test_a_single_logit_agrees_within_a_twentieth_of_the_spread() -> None:
-    def of(logit: float) -> ArrayResult:
-        return ArrayResult(np.array([logit], np.float32))
-
     texts = COUNT + len(TEXTS.sentence_pairs())
     for spread, near, far in ((10.0, 0.49, 0.51), (0.5, 0.049, 0.051)):
         for off, expected in ((near, 1.0), (far, 1 / texts)):
-            checkpoint = first_of(lambda first, s=spread: of(s if first else 0.0))
-            graph = first_of(lambda first, s=spread, o=off: of(s if first else o))
+            checkpoint = first_of(lambda first, s=spread: row(s if first else 0.0))
+            graph = first_of(lambda first, s=spread, o=off: row(s if first else o))
             figures = measured("sequence_classification", checkpoint, graph)
             assert figures["text_classification_agreement"] == pytest.approx(expected)
 
@@ -143,23 +140,12 @@ def test_labels_of_tokens_agree() -> None:
     assert figures == {"token_classification_agreement": pytest.approx(1 - COUNT / tokens)}
 
 
-def test_mean_cosines_of_hidden_states() -> None:
-    def rows(first: list[float]) -> np.ndarray:
-        return np.array([first, [0, 2]], np.float32)
-
-    figures = measured(
-        "token_embedding",
-        lambda _: ArrayResult(rows([1, 0])),
-        lambda _: ArrayResult(rows([6, 8])),
-    )
-    assert figures == {"token_embedding_cosine_mean": pytest.approx(0.8)}
-    figures = measured(
-        "layer_embedding",
-        lambda _: ArrayResult(rows([1, 0])),
-        lambda _: ArrayResult(rows([6, 8])),
-    )
-    # The first of two states differs: the figure is that of the worst.
-    assert figures == {"layer_embedding_cosine_mean": pytest.approx(0.6)}
+@pytest.mark.parametrize(("head", "mean"), [("token_embedding", 0.8), ("layer_embedding", 0.6)])
+def test_mean_cosines_of_hidden_states(head: str, mean: float) -> None:
+    """The first of two states differs; of layers, the figure is that of the worst."""
+    one, other = row(1, 0, 0, 2, shape=(2, 2)), row(6, 8, 0, 2, shape=(2, 2))
+    figures = measured(head, lambda _: one, lambda _: other)
+    assert figures == {f"{head}_cosine_mean": pytest.approx(mean)}
 
 
 # ---- labels of a checkpoint --------------------------------------------------------------------

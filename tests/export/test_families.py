@@ -18,13 +18,13 @@ from cloze.export.errors import ExportError
 from cloze.export.load.tokenizer import load_tokenizer
 from cloze.export.publish import export
 from cloze.model_store import Store
-from tests.support.family_checkpoints import LABELS, save, theirs
+from tests.support.family_checkpoints import save, theirs
 from tests.support.serving import Server, running_server
 from tests.support.tokenizer_kinds import byte_level
 
 TEXTS = ["The harbour was quiet.", "A café\u0301 - in  Zürich, isn't it?", "🙂 pay"]
 PAIRS = [("Where is the bank?", "The bank charges a fee."), (TEXTS[1], TEXTS[0])]
-HEADS = ("masked_lm", "sequence_classification", "span")
+HEADS = ("masked_lm", "span")
 
 
 @pytest.fixture(scope="module")
@@ -69,19 +69,6 @@ def test_masks_are_filled_as_by_transformers(
         assert [row["token"] for row in ours] == best.indices.tolist()
         scores = [row["score"] for row in ours]
         assert scores == pytest.approx(best.values.tolist(), rel=1e-4)
-
-
-def test_texts_and_pairs_get_the_classes_of_transformers(
-    server: Server, networks: Any, tokenizer: Tokenizer
-) -> None:
-    head = "sequence_classification"
-    inputs: list[Any] = [*TEXTS, *({"text": one, "text_pair": two} for one, two in PAIRS)]
-    ours = ask(server, "/classify", head, inputs, function_to_apply="none", top_k=3)
-    given: list[tuple[str, ...]] = [*((text,) for text in TEXTS), *PAIRS]
-    for texts, rows in zip(given, ours, strict=True):
-        logits = theirs(networks[0][head], head, torch.tensor([tokenizer.encode(*texts).ids]))[0]
-        expected = {LABELS[number]: float(value) for number, value in enumerate(logits)}
-        assert {row["label"]: row["score"] for row in rows} == pytest.approx(expected, abs=1e-4)
 
 
 def test_white_space_that_has_tokens_is_no_answer(server: Server) -> None:

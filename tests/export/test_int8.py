@@ -30,7 +30,7 @@ from cloze.model_store.manifest import Graph, Precision
 from cloze.model_store.processor import int8_instructions, int8_settings
 from cloze.service.core import Device, RequestedPrecision
 from cloze.service.engine.onnx_engine import OnnxEngine
-from cloze.service.engine.session import Session, cpu_session, is_aligned
+from cloze.service.engine.session import Session, cpu_session
 from cloze.service.errors import StartupError
 from tests.support.serving import running_server
 
@@ -241,23 +241,3 @@ def test_the_server_logs_its_choice_and_long_neighbours_move_no_vector(tiny_int8
         chosen = "serving tiny@1 for embed on cpu in int8, as asked"
         assert any(chosen in line for line in server.log)
         assert httpx.get(f"{server.url}/info").json()["model_dtype"] == "int8"
-
-
-# ---- packed weights that two sessions share ------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("graph", "aligned"),
-    [
-        (b"\x12 MatMulIntegerToFloat+123|128;99;0\x1a MatMulIntegerToFloat+9|256;99;0", True),
-        (b"\x12 MatMulIntegerToFloat+123|128;99;0\x1a MatMulIntegerToFloat+9|296;99;0", False),
-        (b"\x12 DynamicQuantizeMatMul+7|40;1;0", False),
-        (b"\x12 FusedGemm+7|40;1;0", False),
-        (b"", True),
-    ],
-)
-def test_weights_are_shared_only_where_the_kernels_can_read_them(
-    graph: bytes, aligned: bool
-) -> None:
-    """From other addresses the process ended: a BERT of 30,522 tokens, in int8 and in fp32."""
-    assert is_aligned(graph) is aligned

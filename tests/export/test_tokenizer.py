@@ -232,15 +232,6 @@ def test_listed_tokens_of_the_vocabulary_are_found_in_texts_as_in_transformers(
         assert ours.offsets == theirs["offset_mapping"], text
 
 
-def test_special_tokens_may_have_other_names(tmp_path: Path) -> None:
-    pieces = [{"[CLS]": "<s>", "[MASK]": "<mask>"}.get(piece, piece) for piece in vocabulary()]
-    (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n")
-    names = {"cls_token": "<s>", "mask_token": {"content": "<mask>"}, "sep_token": ["odd"]}
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
-    loaded = load_tokenizer(tmp_path)
-    assert (loaded.special.cls, loaded.mask_id, loaded.mask_token) == (2, 4, "<mask>")
-
-
 WORDS = {"type": "WordLevel", "vocab": {}, "unk_token": "a"}
 WRONG: list[tuple[dict[str, str | bytes], str]] = [
     ({}, "no tokenizer"),

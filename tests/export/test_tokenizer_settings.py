@@ -215,8 +215,17 @@ def changed(
 KINDS = {TOKENIZERS.get(family, wordpiece): family for family in FAMILIES}
 """One family of each kind of tokenizer."""
 
+each_kind = pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[] if kind is wordpiece else [pytest.mark.slow])
+        for kind, family in KINDS.items()
+    ],
+)
+"""Each takes seconds; only WordPiece runs with the other tests."""
 
-@pytest.mark.parametrize("family", KINDS.values())
+
+@each_kind
 def test_every_part_of_tokenizer_json_is_honoured_or_refused(family: str, tmp_path: Path) -> None:
     base = files_of(family)
     assert compare(tmp_path, base, "no setting") == "same"
@@ -251,7 +260,7 @@ IGNORED = {"add_prefix_space", "do_lower_case", "strip_accents", "tokenize_chine
 """Settings that only other classes read; see `test_tokenizer`."""
 
 
-@pytest.mark.parametrize("family", KINDS.values())
+@each_kind
 def test_every_setting_is_honoured_named_or_refused(family: str, tmp_path: Path) -> None:
     base = files_of(family)
     write(tmp_path, base)
@@ -267,7 +276,7 @@ def test_every_setting_is_honoured_named_or_refused(family: str, tmp_path: Path)
             results.add(oracle(tmp_path) == usual)
         if results == {True}:
             still.add(key)
-    if family == next(iter(KINDS.values())):
+    if family == KINDS[wordpiece]:
         assert still <= IGNORED | {"clean_up_tokenization_spaces"}, "the test can fail"
 
 

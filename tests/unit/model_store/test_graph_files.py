@@ -174,14 +174,6 @@ def test_graphs_that_no_bundle_may_have(
         parse_onnx(model(change))
 
 
-def test_a_weight_has_at_most_eight_dimensions() -> None:
-    for change, shape in (
-        (weight(dims=[1] * 6 + [2, 3]), (*[1] * 6, 2, 3)),
-        (weight(dims=[], raw_data=bytes(2)), ()),
-    ):
-        assert parse_onnx(model(change)).weights["inside"].shape == shape
-
-
 # ---- a graph and its manifest ------------------------------------------------------------------
 
 

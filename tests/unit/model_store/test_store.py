@@ -17,24 +17,10 @@ import pytest
 
 from cloze.model_store import Manifest, Store, StoreError
 from cloze.model_store.manifest import BundleSpec
+from tests.unit.service.tasks.model import manifest
 
-SPEC = BundleSpec.model_validate(
-    {
-        "name": "tiny",
-        "tasks": ["embed"],
-        "architecture": {
-            "family": "bert", "vocab_size": 10, "hidden_size": 4, "layers": 1, "heads": 1, "intermediate_size": 8, "max_positions": 16,
-            "type_vocab_size": 2, "activation": "gelu", "layer_norm_eps": 1e-12, "parameters": 100,
-        },
-        "source": {"kind": "directory", "location": "x", "revision": None, "weights_sha256": "0" * 64},
-        "license": "apache-2.0",
-        "tokenizer": {"file": "t.json", "vocab_size": 10, "lowercase": True, "cls_id": 1, "sep_id": 2, "mask_id": None, "mask_token": None},
-        "limits": {"max_tokens": 16},
-        "embedding": {"dimensions": 4, "pooling": "mean", "normalize": True, "max_tokens": 16, "prompts": {"q": "query: "}},
-        "graph": {"file": "g.onnx", "layout": "dense", "precision": "fp32", "opset": 20, "operators": {"MatMul": 6}},
-        "parity": {"tolerance": 1e-4, "batches": [1], "lengths": [3], "max_error": {"embeddings": 1e-6}, "golden_file": "golden.json"},
-    }
-)  # fmt: skip
+FIELDS = manifest().model_dump(mode="json")
+SPEC = BundleSpec.model_validate({name: FIELDS[name] for name in BundleSpec.model_fields})
 
 
 def publish(
@@ -42,7 +28,7 @@ def publish(
 ) -> Manifest:
     store = Store(root)
     with store.staging() as folder:
-        for file in ("t.json", "g.onnx", "golden.json"):
+        for file in ("tokenizer.json", "g.onnx", "golden.json"):
             (folder / file).write_bytes(payload)
             time.sleep(pause_s)
         return store.publish(folder, SPEC.model_copy(update={"name": name})).manifest

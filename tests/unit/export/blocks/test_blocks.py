@@ -6,11 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
-from torch import Tensor
 
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.layer import ACTIVATIONS
-from cloze.export.blocks.rotary import Rotary
 from cloze.model_store import limits
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
@@ -20,10 +18,6 @@ pytestmark = pytest.mark.usefixtures("without_gradients")
 def without_gradients() -> Any:
     with torch.no_grad():
         yield
-
-
-def drawn(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 # ---- activations -------------------------------------------------------------------------------
@@ -49,15 +43,6 @@ def test_activations_are_those_of_their_names() -> None:
 
 
 # ---- rotary positions and gates ------------------------------------------------------------------
-
-
-def test_positions_beyond_the_tables_are_an_error() -> None:
-    rotary = Rotary(4, 6, 100.0)
-    rotary(drawn(1, 1, 6, 4))
-    with pytest.raises(IndexError, match="7 tokens are more than the 6 rotary positions"):
-        rotary(drawn(1, 1, 7, 4))
-    with pytest.raises(ValueError, match="even number per head, got 5"):
-        Rotary(5, 6, 100.0)
 
 
 # ---- sizes -------------------------------------------------------------------------------------

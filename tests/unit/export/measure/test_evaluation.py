@@ -119,20 +119,15 @@ def test_pairs_with_their_scores(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (b"a,b,1\na,b\n", "line 2 is not 'sentence,sentence,score'"),
-        (b"a,b,x\n", "line 1 is not"),
         (b"a,b,nan\n", "the score nan is not a finite number"),
-        (b"a,b,inf\n", "the score inf is not a finite number"),
         (b"a,b,1\nc,d,1\n", "all 2 pairs have the score 1: there is nothing to rank"),
         (b"", "there are no pairs in"),
-        (b"\xff,b,1\n", "line 1 is not UTF-8 text"),
     ],
 )
 def test_pairs_that_cannot_be_ranked(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "x.csv").write_bytes(content)
     with pytest.raises(DataError, match=message):
         read_pairs([tmp_path / "x.csv"])
-    with pytest.raises(DataError, match="no such file"):
-        read_pairs([tmp_path / "missing"])
     (tmp_path / "x.csv.xz").write_bytes(b"no xz")
     with pytest.raises(DataError, match=r"is no whole \.xz file"):
         read_pairs([tmp_path / "x.csv.xz"])
@@ -193,8 +188,6 @@ def test_files_of_questions_that_cannot_be_read(tmp_path: Path) -> None:
     file.write_text('{"data": []}')
     with pytest.raises(DataError, match="there are no questions in"):
         read_questions([file])
-    with pytest.raises(DataError, match="no such file"):
-        read_questions([tmp_path / "missing"])
     squad_file(file, {"question": "\ud800"})
     with pytest.raises(DataError, match="UnicodeEncodeError"):
         read_questions([file])

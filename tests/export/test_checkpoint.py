@@ -275,13 +275,6 @@ def test_no_link_leads_out_of_a_checkpoint(
         load_checkpoint(str(in_a_cache(folder, tmp_path / "cache") if cached else folder))
 
 
-def test_the_model_cards_license_is_read(folder: Path) -> None:
-    (folder / "README.md").write_text(
-        "---\nlanguage: en\nlicense: mit\n---\n# Model\nlicense: none\n"
-    )
-    assert load_checkpoint(str(folder)).license == "mit"
-
-
 @pytest.mark.parametrize("front", ["license:\n- mit\n- other", "license:\ntags: x", "lang: en"])
 def test_a_license_that_is_not_one_name_is_not_guessed(folder: Path, front: str) -> None:
     (folder / "README.md").write_bytes(f"---\n{front}\n---\n".encode() + b"\xff")
@@ -372,15 +365,6 @@ def test_damage_gets_one_clear_line(
         load_checkpoint(str(folder))
     assert "\n" not in str(caught.value)
     assert not (folder / "executed").exists()
-
-
-@pytest.mark.parametrize(
-    ("source", "revision", "message"),
-    [("./nowhere", None, "no directory ./nowhere"), (".", "main", "names a hub revision")],
-)
-def test_a_source_that_is_not_there(source: str, revision: str | None, message: str) -> None:
-    with pytest.raises(ExportError, match=message):
-        load_checkpoint(source, revision)
 
 
 @pytest.mark.parametrize(

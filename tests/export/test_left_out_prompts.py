@@ -13,7 +13,6 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
-from cloze.model_store.embedding_space import embedding_space, own_recipe
 from cloze.model_store.store import Bundle
 from cloze.service.core import Device
 from cloze.service.engine.onnx_engine import OnnxEngine
@@ -114,20 +113,3 @@ def test_requests_that_pool_prompts_are_refused(server: Server) -> None:
     whole = post(server, "/embed", inputs="the king", pooling="max", normalize=False).json()
     own = post(server, "/embed", inputs="the king", normalize=False).json()
     np.testing.assert_allclose(whole[0], own[0][64:128], atol=1e-6)
-
-
-def test_a_space_with_prompts_left_out_is_another(bundle: Bundle) -> None:
-    """Texts without a prompt have the same vectors either way, and the same space."""
-    described = bundle.manifest
-    assert described.embedding is not None
-    section = described.embedding.model_copy(update={"include_prompt": True})
-    including = described.model_copy(update={"embedding": section})
-    spaces = [
-        embedding_space(manifest, "fp32", own_recipe(manifest, prompt))  # type: ignore[arg-type]
-        for prompt in (PROMPTS["query"], "")
-        for manifest in (described, including)
-    ]
-    assert spaces[0] != spaces[1]
-    assert spaces[2] == spaces[3]
-    assert b"include_prompt" not in including.to_bytes()
-    assert described.from_bytes(described.to_bytes()).embedding == described.embedding

@@ -81,3 +81,9 @@ def test_a_part_of_the_bundle_is_part_of_the_name(part: str, changes: dict[str, 
 )
 def test_what_moves_no_vector_leaves_the_name(part: str, changes: dict[str, Any]) -> None:
     assert name(changed(part, **changes)) == name(manifest())
+
+
+def test_a_prompt_that_is_left_out_is_part_of_it_where_there_is_a_prompt() -> None:
+    left_out = changed("embedding", include_prompt=False)
+    assert name(left_out, prompt="ask : ") != name(manifest(), prompt="ask : ")
+    assert name(left_out) == name(manifest())

@@ -84,6 +84,7 @@ NAN, INFINITE = float("nan"), float("inf")
         ("tokenizer.mask_token", ["x"], [None]),
         ("embedding.default_prompt", ["query"], ["other"]),
         ("graph.precision", ["fp32"], ["int8"]),
+        ("embedding.include_prompt", [True, False], ["no"]),
         ("graph.file", ["g.onnx"], ["tokenizer.json"]),
         (
             "parity.tolerance",

@@ -5,7 +5,6 @@ line.
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,7 @@ from cloze.export.heads import NEXT_SENTENCE
 from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
-from cloze.model_store.heads import Head, HeadRequest
-from cloze.service.core import Device
-from cloze.service.engine.onnx_engine import OnnxEngine
-from cloze.service.text.tokenizer import Tokenizer
+from cloze.model_store.heads import Head
 from cloze.source_records import files_to_export
 from tests.support import tiny
 from tests.support.tiny import save_checkpoint
@@ -167,15 +163,6 @@ def test_rows_beyond_the_vocabulary_are_never_read(spare: int, tmp_path: Path) -
         logits = checkpoint.model.masked_lm(checkpoint.model(IDS))
     torch.testing.assert_close(logits[..., :-spare], expected[..., :-spare], atol=1e-4, rtol=1e-4)
     assert (logits[..., -spare:] < -1e30).all()
-
-
-def test_one_token_type_is_enough(tmp_path: Path) -> None:
-    folder = save_checkpoint(tmp_path / "one", "bert", type_vocab_size=1)
-    bundle = export(str(folder), "one", Store(tmp_path / "store"))
-    encoding = Tokenizer(bundle).pair([5, 6], [7], 20)
-    assert not encoding.token_type_ids.any()
-    asking = replace(encoding, requests={NEXT_SENTENCE: HeadRequest()})
-    OnnxEngine(bundle, Device.CPU).run([asking])
 
 
 def test_foreign_heads_are_named_and_ignored(folder: Path) -> None:

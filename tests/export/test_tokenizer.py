@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import normalizers, processors
 from transformers import AutoTokenizer, BertTokenizerFast, MPNetTokenizer
@@ -270,19 +268,6 @@ def test_a_wrong_tokenizer_gets_one_clear_line(
 @pytest.fixture(scope="module")
 def tokenizer(tiny_store: Path) -> Tokenizer:
     return Tokenizer(Store(tiny_store).open("bert"))
-
-
-_PARTS = ("the", "king", "Kings", "red", "x" * 40, "a1b", "[MASK]", "]", "Ünï", "机", "e\u0301", "\t",
-          "\n", "\u00a0", "\x1c", "\x00", " ", "  ", ".", "?!", "'", "-", "_", "$", "<s>")  # fmt: skip
-
-
-@given(st.lists(st.lists(st.sampled_from(_PARTS), max_size=8).map("".join), max_size=6))
-def test_words_are_remembered_and_nothing_else_changes(
-    tokenizer: Tokenizer, texts: list[str]
-) -> None:
-    expected = [tokenizer._backend.encode(text, add_special_tokens=False).ids for text in texts]
-    assert tokenizer.ids(texts) == expected
-    assert tokenizer.ids(texts) == expected, "now by the words"
 
 
 def test_pairs_are_cut_as_transformers_cuts_them(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -10,15 +10,7 @@ from cloze.model_store import processor
 from cloze.model_store.error_lines import printable
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.model_store.locations import SHIPPED_ROOT, default_root, is_checkout, user_root
-from cloze.model_store.plain_files import open_plain, read_plain
-
-
-def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
-    file = tmp_path / "x"
-    file.write_bytes(b"12345")
-    assert read_plain(file, 5) == b"12345"
-    with pytest.raises(ValueError, match="has 5 bytes; the limit is 4"):
-        read_plain(file, 4)
+from cloze.model_store.plain_files import open_plain
 
 
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:

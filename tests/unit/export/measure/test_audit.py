@@ -15,7 +15,6 @@ from cloze.export.errors import DataError
 from cloze.export.measure.audit import (
     SentencePair,
     associate,
-    audit,
     preferences,
     read_stereotypes,
     shared_tokens,
@@ -128,13 +127,6 @@ def test_the_effect_and_the_p_are_those_of_the_definition() -> None:
     assert figure.p == pytest.approx(np.mean(at_least))
     assert figure.low < figure.value < figure.high
     assert associate("", y, x, a, b).value == pytest.approx(-effect)
-
-
-def test_the_package_has_the_lists_of_the_paper(subject: Subject) -> None:
-    figures = audit(subject)
-    assert [each.count for each in figures] == [50, 50, 32, 16, 16, 16, 12, 16]
-    assert figures[3].group == "6: men's names with career, women's names with family"
-    assert figures == audit(subject), "the draws have a seed"
 
 
 # ---- the command -------------------------------------------------------------------------------

@@ -109,20 +109,6 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-@pytest.fixture(
-    scope="session",
-    params=[
-        pytest.param(False, id="reference"),
-        pytest.param(True, id="cuda", marks=pytest.mark.gpu),
-    ],
-)
-def on_cuda(request: pytest.FixtureRequest) -> bool:
-    """Return whether CUDA's kernels run packed graphs; if not, their reference runs them."""
-    if request.param and not has_gpu():
-        pytest.skip("no GPU: its driver (libcuda.so.1) is not there or finds none")
-    return bool(request.param)
-
-
 def has_gpu() -> bool:
     """Return whether this machine has CUDA's driver and a GPU."""
     try:

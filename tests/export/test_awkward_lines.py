@@ -138,21 +138,6 @@ def test_words_begin_at_white_space_where_the_tokenizer_has_one_word(
     assert (answer.answer, answer.start, answer.end) == ("bank", 4, 8)
 
 
-@pytest.mark.parametrize("kind", [*UNDIVIDED, "unigram-marks", "xlm-roberta", "bytes"])
-def test_the_bytes_of_a_character_are_one_word(kind: str, tmp_path: Path) -> None:
-    KINDS[kind].write(tmp_path)
-    text, context = "the 🙂水ﬁ was", served(tmp_path)
-    spans = context.tokenizer.spans(text)
-    inside = {
-        word
-        for word, (first, last) in zip(spans.words, spans.offsets(), strict=True)
-        if text[first:last].strip() and first >= 4 and last <= 7
-    }
-    library = KINDS[kind].reference().encode(text, add_special_tokens=False)
-    assert len(inside) == len({w for w, (a, b) in zip(library.word_ids, library.offsets, strict=True)
-                               if b > 4 and a < 7})  # fmt: skip
-
-
 @pytest.mark.parametrize("kind", ["bytes", "bytes-prefix", "bytes-brackets"])
 @pytest.mark.parametrize("text", ["tabs\tand", "a  b", " a \n b "])
 def test_white_space_has_the_places_of_the_library_and_is_no_name(

@@ -5,7 +5,6 @@ line.
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,7 @@ from cloze.export.heads import NEXT_SENTENCE
 from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
-from cloze.model_store.heads import Head, HeadRequest
-from cloze.service.core import Device
-from cloze.service.engine.onnx_engine import OnnxEngine
-from cloze.service.text.tokenizer import Tokenizer
+from cloze.model_store.heads import Head
 from cloze.source_records import files_to_export
 from tests.support import tiny
 from tests.support.tiny import save_checkpoint
@@ -64,31 +60,27 @@ def edit_config(folder: Path, **changes: object) -> None:
 # ---- forms ---------------------------------------------------------------------------------------------------------
 
 
-def as_pytorch(folder: Path) -> None:
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
+def in_files(suffix: str, parts: int) -> Callable[[Path], None]:
+    """Return a change of the file of weights: to another format, or to some shards."""
 
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        names = sorted(tensors)
+        (folder / "model.safetensors").unlink()
+        stem = "model" if suffix == "safetensors" else "pytorch_model"
+        files = [f"{stem}{f'-{n}' if parts > 1 else ''}.{suffix}" for n in range(parts)]
+        for number, file in enumerate(files):
+            part = {name: tensors[name] for name in names[number::parts]}
+            if suffix == "bin":
+                torch.save(part, folder / file)
+            else:
+                save_file(part, folder / file)
+        if parts > 1:
+            index = {name: files[number % parts] for number, name in enumerate(names)}
+            written = json.dumps({"weight_map": index})
+            (folder / f"{stem}.{suffix}.index.json").write_text(written)
 
-def as_shards(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    names = sorted(tensors)
-    parts = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
-    for file, part in parts.items():
-        save_file({name: tensors[name] for name in part}, folder / file)
-    index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "model.safetensors").unlink()
-
-
-def as_pytorch_shards(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    names = sorted(tensors)
-    parts = {"a.bin": names[:10], "b.bin": names[10:]}
-    for file, part in parts.items():
-        torch.save({name: tensors[name] for name in part}, folder / file)
-    index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    (folder / "model.safetensors").unlink()
+    return change
 
 
 def with_buffers_and_tied_copies(folder: Path) -> None:
@@ -105,11 +97,12 @@ def with_buffers_and_tied_copies(folder: Path) -> None:
 @pytest.mark.parametrize(
     "transform",
     [
-        as_pytorch,
-        as_shards,
-        as_pytorch_shards,
+        in_files("bin", 1),
+        in_files("safetensors", 2),
+        in_files("bin", 2),
         with_buffers_and_tied_copies,
     ],
+    ids=["pytorch", "shards", "pytorch-shards", "copies"],
 )
 def test_every_form_gives_the_same_model(
     checkpoints: dict[str, Path], folder: Path, transform: Callable[[Path], None]
@@ -129,34 +122,18 @@ def test_every_form_gives_the_same_model(
 @pytest.mark.parametrize(
     ("kind", "offered", "default", "note"),
     [
-        (
-            "bert",
-            "fill-mask nsp embed embed-all sparse embed-layers",
-            "fill-mask nsp embed embed-all",
-            "qa is not offered",
-        ),
-        (
-            "bert-plain",
-            "embed embed-all embed-layers",
-            "embed embed-all",
-            "nsp is not offered: the checkpoint has a pooler but no",
-        ),
-        ("bert-qa", "qa embed embed-all embed-layers", "qa", "fill-mask is not offered"),
-        (
-            "distilbert",
-            "fill-mask embed embed-all sparse embed-layers",
-            "fill-mask embed embed-all",
-            "nsp is not offered",
-        ),
-        ("distilbert-qa", "qa embed embed-all embed-layers", "qa", "fill-mask is not offered"),
+        ("bert", "fill-mask nsp embed embed-all sparse embed-layers", 4, "qa is not offered"),
+        ("bert-plain", "embed embed-all embed-layers", 2, "nsp is not offered: the checkpoint has"),
+        ("bert-qa", "qa embed embed-all embed-layers", 1, "fill-mask is not offered"),
+        ("distilbert", "fill-mask embed embed-all sparse embed-layers", 3, "nsp is not offered"),
     ],
 )
 def test_a_checkpoint_offers_what_it_has_heads_for(
-    checkpoints: dict[str, Path], kind: str, offered: str, default: str, note: str
+    checkpoints: dict[str, Path], kind: str, offered: str, default: int, note: str
 ) -> None:
     loaded = load_checkpoint(str(checkpoints[kind]))
     assert tasks(loaded.heads) == offered.split()
-    assert tasks(loaded.default_heads) == default.split()
+    assert tasks(loaded.default_heads) == offered.split()[:default]
     assert any(line.startswith(note) for line in loaded.notes)
 
 
@@ -186,26 +163,6 @@ def test_rows_beyond_the_vocabulary_are_never_read(spare: int, tmp_path: Path) -
         logits = checkpoint.model.masked_lm(checkpoint.model(IDS))
     torch.testing.assert_close(logits[..., :-spare], expected[..., :-spare], atol=1e-4, rtol=1e-4)
     assert (logits[..., -spare:] < -1e30).all()
-
-
-def test_twice_as_many_rows_as_tokens_are_those_of_another_vocabulary(tmp_path: Path) -> None:
-    folder = save_checkpoint(tmp_path / "other", "bert", vocab_size=2 * len(vocabulary()))
-    with pytest.raises(ExportError, match="do not belong together"):
-        load_checkpoint(str(folder))
-
-
-def test_one_token_type_is_enough(tmp_path: Path) -> None:
-    folder = save_checkpoint(tmp_path / "one", "bert", type_vocab_size=1)
-    bundle = export(str(folder), "one", Store(tmp_path / "store"))
-    encoding = Tokenizer(bundle).pair([5, 6], [7], 20)
-    assert not encoding.token_type_ids.any()
-    asking = replace(encoding, requests={NEXT_SENTENCE: HeadRequest()})
-    OnnxEngine(bundle, Device.CPU).run([asking])
-
-
-def test_a_pad_id_beyond_the_vocabulary_does_not_matter(folder: Path) -> None:
-    edit_config(folder, pad_token_id=10**6)
-    assert load_checkpoint(str(folder)).heads
 
 
 def test_foreign_heads_are_named_and_ignored(folder: Path) -> None:
@@ -246,13 +203,6 @@ def test_without_a_class_the_task_says_which_head_the_tensors_are(
         states = model(IDS)
         logits = getattr(model, name)(states[:, 0] if name.startswith("sequence") else states)
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
-    settings = json.loads((folder / "config.json").read_text())
-    del settings["id2label"]
-    (folder / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(
-        ExportError, match=r"classifier.weight has shape \[3, 64\], but config.json's"
-    ):
-        load_checkpoint(str(folder), tasks=(task,))
 
 
 # ---- links -------------------------------------------------------------------------------------------------------
@@ -312,26 +262,7 @@ def test_no_link_leads_out_of_a_checkpoint(
         load_checkpoint(str(in_a_cache(folder, tmp_path / "cache") if cached else folder))
 
 
-def test_links_within_a_checkpoint_are_followed(folder: Path) -> None:
-    expected = load_checkpoint(str(folder))
-    (folder / "weights").mkdir()
-    shutil.move(folder / "model.safetensors", folder / "weights/best")
-    (folder / "model.safetensors").symlink_to("weights/best")
-    linked = folder.parent / "linked"
-    linked.symlink_to(folder)
-    assert torch.equal(hidden(load_checkpoint(str(linked))), hidden(expected))
-
-
-def test_the_model_cards_license_is_read(folder: Path) -> None:
-    (folder / "README.md").write_text(
-        "---\nlanguage: en\nlicense: mit\n---\n# Model\nlicense: none\n"
-    )
-    assert load_checkpoint(str(folder)).license == "mit"
-
-
-@pytest.mark.parametrize(
-    "front", ["license:\n- mit\n- other", "license:\ntags: x", "license: [mit]", "lang: en"]
-)
+@pytest.mark.parametrize("front", ["license:\n- mit\n- other", "license:\ntags: x", "lang: en"])
 def test_a_license_that_is_not_one_name_is_not_guessed(folder: Path, front: str) -> None:
     (folder / "README.md").write_bytes(f"---\n{front}\n---\n".encode() + b"\xff")
     assert load_checkpoint(str(folder)).license is None
@@ -385,29 +316,15 @@ UNTIED = "cls.predictions.decoder.weight"
 DAMAGES = {
     "no config": (lambda f: (f / "config.json").unlink(), "holds no config.json"),
     "config is not JSON": (with_file("config.json", "{", remove="x"), "config.json is not JSON"),
-    "missing size": (lambda f: (f / "config.json").write_text('{"model_type": "bert", "vocab_size": 3}'), "does not give 'hidden_size'"),
     "activation": (config(hidden_act="mish"), "config.json: hidden_act 'mish' is not supported"),
     "heads do not divide": (config(num_attention_heads=5), "not a multiple of the 5 attention heads"),
-    "number for a map": (config(auto_map=5), "config.json: auto_map cannot be 5"),
     "word for a size": (config(model_type="roberta", pad_token_id=1, max_position_embeddings="x"), "max_position_embeddings cannot be 'x'"),
-    "list for the rotation": (config(model_type="gte", architectures=["GteModel"], rope_theta=[]), r"rope_theta and factor must be numbers, got \[\]"),
-    "activation of a head": (config(model_type="modernbert", norm_eps=1e-5, pad_token_id=0, global_rope_theta=9.0, local_rope_theta=9.0, classifier_activation="x"), "classifier_activation 'x' is not supported"),
     "no activation of a head": (config(model_type="modernbert", norm_eps=1e-5, pad_token_id=0, global_rope_theta=9.0, local_rope_theta=9.0, classifier_activation=None), "classifier_activation must be an activation, got None"),
-    "kernel of a convolution": (config(model_type="deberta-v2", relative_attention=True, pos_att_type=["c2p"], conv_kernel_size="x"), "conv_kernel_size cannot be 'x'"),
-    "list for a word": (config(model_type="deberta-v2", relative_attention=True, pos_att_type=["c2p"], norm_rel_ebd=["layer_norm"]), "norm_rel_ebd must be a word, got .'layer_norm'"),
-    "base of a rotation": (config(model_type="gte", architectures=["GteModel"], rope_parameters={"rope_theta": -1}), "rope_theta: Input should be greater than 1, got -1"),
     "layers without number": (config(model_type="modernbert", norm_eps=1e-5, pad_token_id=0, global_rope_theta=9.0, local_rope_theta=9.0, num_hidden_layers=10**12), "num_hidden_layers: Input should be less than or equal to 128, got 1000000000000"),
-    "no bottleneck": (config(model_type="mobilebert", embedding_size=16, intra_bottleneck_size=None), "intra_bottleneck_size must be a number, got None"),
-    "wide embeddings": (config(model_type="mobilebert", embedding_size=512, intra_bottleneck_size=16), "embedding_size 512 is more than hidden_size 64"),
-    "number for the classes": (config(architectures=5), "architectures must be a list of names of classes, got 5"),
     "no token types": (config(type_vocab_size=0), "has bert.embeddings.token_type_embeddings.weight, but config.json's type_vocab_size is 0"),
-    "null size": (config(layer_norm_eps=None), "layer_norm_eps: Input should be a valid number, got None"),
-    "no heads": (config(num_attention_heads=0), "json: num_attention_heads: Input should be greater than 0, got 0"),
-    "no positions of a RoBERTa": (config(model_type="roberta", pad_token_id=1, max_position_embeddings=3), "max_position_embeddings: Input should be greater than 2, got 1 of 3"),
     "adapter": (tensors(lambda t: t.update({"bert.encoder.layer.0.adapter.weight": torch.zeros(1)})), "adapter.weight is part of the encoder"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no weights"),
     "truncated file": (cut("model.safetensors", -1000), "model.safetensors is damaged"),
-    "scales": (tensors(lambda t: t.update({DOWN + "_scale": torch.ones(1)})), "weight_scale is part of the encoder"),
     "renamed tensor": (tensors(lambda t: t.update({"bert.encoder.layer.1.out.weight": t.pop(DOWN)})), r"lacks encoder.layers.1.down.weight.*bert.encoder.layer.1.out.weight"),
     "missing tensor": (tensors(lambda t: t.pop(DOWN)), "lacks encoder.layers.1.down.weight: a tensor is missing"),
     "truncated tensor": (tensors(lambda t: t.update({DOWN: t[DOWN][:5].clone()})), r"has shape \[5, 128\], but config.json's sizes ask for \[64, 128\]"),
@@ -416,12 +333,10 @@ DAMAGES = {
     "half a head": (tensors(lambda t: t.pop("cls.predictions.transform.dense.bias")), "fill-mask head lacks transform.bias"),
     "more layers than the config": (config(num_hidden_layers=1), "config.json names only 1 layers"),
     "untied decoder": (tensors(lambda t: t.update({UNTIED: t[WORD] + 1})), "only tied decoders"),
-    "larger vocabulary": (lambda f: (f / "vocab.txt").write_text("\n".join([*vocabulary(), "extra"])), r"tokenizer has \d+ tokens, but the embedding has \d+ rows"),
     "other vocabulary": (lambda f: (f / "vocab.txt").write_text("\n".join(vocabulary()[:20])), "do not belong together"),
     "no mask token": (lambda f: (f / "vocab.txt").write_text("\n".join(vocabulary()).replace("[MASK]", "[NONE]")), "no mask token"),
     "code in a pickle": (evil_pickle, "more than tensors"),
     "numbers in a pickle": (numbers_in_a_pickle, "pytorch_model.bin is not a table of tensors"),
-    "index names nothing": (with_file("model.safetensors.index.json", '{"weight_map": {}}'), "names no shard"),
     "index names no file": (with_file("model.safetensors.index.json", '{"weight_map": {"x": "gone.safetensors"}}'), "gone.safetensors, which is missing"),
     "index climbs out": (with_file("model.safetensors.index.json", '{"weight_map": {"x": "../model.safetensors"}}'), "not a file beside it"),
     "index is no index": (with_file("model.safetensors.index.json", "[]"), "not an index of shards"),
@@ -440,22 +355,8 @@ def test_damage_gets_one_clear_line(
 
 
 @pytest.mark.parametrize(
-    ("source", "revision", "message"),
-    [
-        ("./nowhere", None, "no directory ./nowhere"),
-        ("/a/b/c", None, "no directory"),
-        (".", "main", "names a hub revision"),
-    ],
-)
-def test_a_source_that_is_not_there(source: str, revision: str | None, message: str) -> None:
-    with pytest.raises(ExportError, match=message):
-        load_checkpoint(source, revision)
-
-
-@pytest.mark.parametrize(
     ("kind", "promised", "task"),
     [
-        ("bert-plain", "BertForMaskedLM", "fill-mask"),
         ("bert-mlm", "BertForPreTraining", "nsp"),
         ("distilbert", "DistilBertForQuestionAnswering", "qa"),
     ],
@@ -464,13 +365,8 @@ def test_a_head_that_the_config_promises_must_be_there(
     tmp_path: Path, kind: str, promised: str, task: str
 ) -> None:
     folder = save_checkpoint(tmp_path / "checkpoint", kind)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"architectures": [promised]}))
-    with pytest.raises(ExportError) as refused:
+    edit_config(folder, architectures=[promised])
+    with pytest.raises(ExportError, match=f"names {promised}, but the checkpoint has no {task};"):
         export(str(folder), "x", Store(tmp_path / "store"))
-    assert str(refused.value) == (
-        f"config.json names {promised}, but the checkpoint has no {task}; "
-        "choose what to export with --task"
-    )
     options = ExportOptions(tasks=("embed",))
     assert export(str(folder), "x", Store(tmp_path / "store"), options).manifest.tasks == ("embed",)

@@ -3,7 +3,6 @@ say.
 """
 
 import hashlib
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -27,34 +26,7 @@ LABEL_SETS = {
     }
 }
 """The first set of a head is the default."""
-LIMIT_BYTES = 75_000_000
 HELD_OUT = 0.08
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_it_is_there_whole_and_described(name: str) -> None:
-    bundle = Store(DEFAULT_ROOT).open(name)
-    assert set(bundle.manifest.tasks) == TASKS[name]
-    assert bundle.manifest.license
-    assert bundle.manifest.graph.weights is Weights.INT8
-    assert {lower.graph.precision for lower in bundle.manifest.lower_precisions()} == {
-        Precision.INT8,
-        Precision.FP16,
-    }
-    card = (bundle.path / "README.md").read_text()
-    for section in ("Data and licences", "How it was made", "Measured", "Weaknesses and biases"):
-        assert f"## {section}" in card
-
-
-def test_all_together_are_small() -> None:
-    files = subprocess.run(
-        ["git", "ls-files", "model_store/bundles"],
-        cwd=DEFAULT_ROOT.parents[1],
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.split() or [str(file) for file in DEFAULT_ROOT.glob("cloze-*/*/*")]
-    assert sum((DEFAULT_ROOT.parents[1] / file).stat().st_size for file in files) < LIMIT_BYTES
 
 
 MEASURED = {
@@ -69,9 +41,21 @@ A new bundle changes its digest. Run the slow test, and write the new digest her
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_it_is_the_bundle_that_was_measured(name: str) -> None:
-    manifest = (Store(DEFAULT_ROOT).open(name).path / "manifest.json").read_bytes()
-    assert hashlib.sha256(manifest).hexdigest() == MEASURED[name]
+def test_it_is_there_whole_and_described(name: str) -> None:
+    bundle = Store(DEFAULT_ROOT).open(name)
+    assert set(bundle.manifest.tasks) == TASKS[name]
+    sets = {
+        head: [each.name for each in labels.sets]
+        for head, labels in bundle.manifest.heads.items()
+        if isinstance(labels, LabelSets)
+    }
+    assert sets == LABEL_SETS.get(name, {})
+    assert bundle.manifest.license
+    assert bundle.manifest.graph.weights is Weights.INT8
+    lower = {lower.graph.precision for lower in bundle.manifest.lower_precisions()}
+    assert lower == {Precision.INT8, Precision.FP16}
+    manifest = (bundle.path / "manifest.json").read_bytes()
+    assert hashlib.sha256(manifest).hexdigest() == MEASURED[name], "run the slow test below"
 
 
 # Floors a little under what was measured when they were made, with more sequences: a bundle that
@@ -106,17 +90,6 @@ LABELLED = (
     "intent/clinc150.dev.jsonl.xz",
     "pairs/snli.dev.jsonl",
 )
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_its_label_sets_are_those_that_the_documents_name(name: str) -> None:
-    heads = Store(DEFAULT_ROOT).open(name).manifest.heads
-    sets = {
-        head: [each.name for each in labels.sets]
-        for head, labels in heads.items()
-        if isinstance(labels, LabelSets)
-    }
-    assert sets == LABEL_SETS.get(name, {})
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 more.
 """
 
-import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,9 +21,7 @@ from cloze.export.graph.builder import GraphBuilder
 from cloze.export.graph.linear_ops import InputScale, Int8, quantise
 from cloze.export.heads import EMBEDDING, EXPORT_HEADS, SPAN
 from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
-from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
-from cloze.export.measure.pairs import ScoredPair
-from cloze.export.measure.texts import SENTENCES, GateTexts
+from cloze.export.measure.texts import GateTexts
 from cloze.export.model import Model, TorchScorer
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Bundle, Store, processor
@@ -32,9 +30,8 @@ from cloze.model_store.manifest import Graph, Precision
 from cloze.model_store.processor import int8_instructions, int8_settings
 from cloze.service.core import Device, RequestedPrecision
 from cloze.service.engine.onnx_engine import OnnxEngine
-from cloze.service.engine.session import Session, cpu_session, is_aligned
+from cloze.service.engine.session import Session, cpu_session
 from cloze.service.errors import StartupError
-from tests.conftest import minilm_checkpoint
 from tests.support.serving import running_server
 
 
@@ -113,48 +110,19 @@ def test_weights_are_at_most_half_a_step_off(
 
 
 @pytest.fixture(scope="module")
-def minilm_int8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_int8(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]) -> Path:
+    """Return a store of ``tiny``, a random DistilBERT in fp32 and int8."""
     root = tmp_path_factory.mktemp("int8")
-    words = [set(sentence.lower().split()) for sentence in SENTENCES]
-    pairs = [
-        ScoredPair(SENTENCES[i], SENTENCES[j], len(words[i] & words[j]) / len(words[i] | words[j]))
-        for i in range(len(SENTENCES))
-        for j in range(i)
-    ]
-    options = ExportOptions(tasks=("embed",), precisions=(Precision.INT8,), pairs=tuple(pairs))
-    export(str(minilm_checkpoint()), "minilm", Store(root), options)
+    options = ExportOptions(tasks=("embed",), precisions=(Precision.INT8,))
+    export(str(checkpoints["distilbert"]), "tiny", Store(root), options)
     return root
 
 
-def test_what_the_gate_measured_is_in_the_manifest_and_weights_are_stored_once(
-    minilm_int8: Path,
-) -> None:
-    bundle = Store(minilm_int8).open("minilm")
-    int8 = bundle.manifest.int8
+def test_what_the_gate_measured_is_in_the_manifest(tiny_int8: Path) -> None:
+    int8 = Store(tiny_int8).open("tiny").manifest.int8
     assert int8 is not None
     assert int8.gate.limits == EXPORT_HEADS[EMBEDDING].limits
     assert int8.gate.measured.keys() == int8.gate.limits.keys()
-    assert int8.gate.measured["embedding_cosine_mean"] > 0.998
-    assert -0.003 <= int8.gate.measured["sts_spearman_change"] < 0.01
-    added = sum(bundle.manifest.files[name].size for name in (int8.graph.file, "weights-int8.bin"))
-    matrices = 6 * (4 * 384 * 384 + 2 * 384 * 1536)
-    assert matrices <= added < 1.1 * matrices, "the embeddings are those of the fp32 graph"
-
-
-def test_it_loses_next_to_nothing_on_sts(
-    minilm_int8: Path, external_data: Path, tmp_path: Path
-) -> None:
-    data = EvaluationData([], [external_data / "eval" / "stsb-en-dev.csv"], [], 1.0)
-    found = {
-        precision: evaluate(
-            open_subject("bundle:minilm", Store(minilm_int8), torch.device("cpu"), precision),
-            data,
-            tmp_path,
-            lambda _: None,
-        )["sts_spearman"]
-        for precision in (Precision.FP32, Precision.INT8)
-    }
-    assert found[Precision.INT8] > found[Precision.FP32] - 0.003
 
 
 def test_a_checkpoint_that_loses_too_much_is_refused(
@@ -163,26 +131,16 @@ def test_a_checkpoint_that_loses_too_much_is_refused(
     """One weight of each row dwarfs the others, so that 127 steps leave these none."""
     from safetensors.torch import load_file, save_file
 
-    folder = tmp_path / "spoilt"
-    folder.mkdir()
-    for file in checkpoints["distilbert"].iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    folder = Path(shutil.copytree(checkpoints["distilbert"], tmp_path / "spoilt"))
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
         if "lin" in name and name.endswith("weight"):
             tensor[:, 0] = 8.0
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(
-        ExportError,
-        match=r"differs from torch by \S+, more than 2e-01|loses too much of this checkpoint",
-    ):
-        export(
-            str(folder),
-            "spoilt",
-            Store(tmp_path / "store"),
-            ExportOptions(precisions=(Precision.INT8,)),
-        )
-    assert not Store(tmp_path / "store").references()
+    store, options = Store(tmp_path / "store"), ExportOptions(precisions=(Precision.INT8,))
+    with pytest.raises(ExportError, match=r"more than 2e-01|loses too much of this checkpoint"):
+        export(str(folder), "spoilt", store, options)
+    assert not store.references()
 
 
 def gate_texts(checkpoint: Checkpoint, max_tokens: int) -> GateTexts:
@@ -207,50 +165,11 @@ def test_texts_are_cut_to_what_the_model_reads(checkpoints: dict[str, Path]) -> 
 
 
 @pytest.mark.parametrize(
-    ("precision", "tasks", "line"),
-    [
-        (Precision.FP32, ("embed",), "scored pairs say what a lower precision loses"),
-        (
-            Precision.INT8,
-            ("fill-mask",),
-            "scored pairs are ranked by embeddings, which this export has not",
-        ),
-    ],
-)
-def test_pairs_that_nothing_would_rank_are_refused(
-    precision: Precision,
-    tasks: tuple[str, ...],
-    line: str,
-    checkpoints: dict[str, Path],
-    tmp_path: Path,
-) -> None:
-    pairs = (ScoredPair("a", "b", 1.0),)
-    options = ExportOptions(tasks=tasks, precisions=(precision,), pairs=pairs)
-    with pytest.raises(ExportError, match=line):
-        export(str(checkpoints["bert"]), "bert", Store(tmp_path), options)
-
-
-@pytest.mark.parametrize(
     ("asked", "flags", "expected"),
     [
-        (
-            "auto",
-            "sse avx512_vnni",
-            "int8: since the processor has avx512_vnni and the bundle's gate was passed",
-        ),
-        (
-            "auto",
-            "sse avx2",
-            "int8: since the processor has avx2, where exact int8 is faster than fp32, and the "
-            "bundle's gate was passed",
-        ),
-        (
-            "auto",
-            "avx2 avx512f",
-            "fp32: since the processor has none of asimddp, avx512_vnni, avx_vnni, i8mm, nor avx2 "
-            "without avx512f",
-        ),
-        ("auto", "avx2 avx512f avx512_vnni", "int8: since the processor has avx512_vnni and the "),
+        ("auto", "sse avx512_vnni", "int8: since the processor has avx512_vnni and the bundle's"),
+        ("auto", "sse avx2", "int8: since the processor has avx2, where exact int8 is faster"),
+        ("auto", "avx2 avx512f", "fp32: since the processor has none of asimddp, avx512_vnni"),
         (Precision.INT8, "avx2", "int8: as asked"),
         (Precision.INT8, "sse", "int8: as asked, though the processor has none of"),
         (Precision.FP32, "avx512_vnni", "fp32: as asked"),
@@ -260,7 +179,7 @@ def test_the_engine_says_what_it_chose_and_why(
     asked: RequestedPrecision,
     flags: str,
     expected: str,
-    minilm_int8: Path,
+    tiny_int8: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -268,14 +187,14 @@ def test_the_engine_says_what_it_chose_and_why(
         f"processor\t: 0\nmodel name\t: avx_vnni in a name\nflags\t\t: {flags}\n"
     )
     monkeypatch.setattr(processor, "CPU_INFO", tmp_path / "cpuinfo")
-    engine = OnnxEngine(Store(minilm_int8).open("minilm"), Device.CPU, asked)
+    engine = OnnxEngine(Store(tiny_int8).open("tiny"), Device.CPU, asked)
     found = f"{engine.precision}: {engine.reason}"
     assert found.startswith(expected)
     assert ("though" in found) == ("though" in expected)
 
 
 def test_an_older_int8_graph_that_does_not_load_gives_way_to_fp32(
-    minilm_int8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_int8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two products of older graphs read one weight, which onnxruntime's rewrite cannot replace."""
 
@@ -286,7 +205,7 @@ def test_an_older_int8_graph_that_does_not_load_gives_way_to_fp32(
 
     def engine(flags: str, asked: RequestedPrecision) -> OnnxEngine:
         (tmp_path / "cpuinfo").write_text(f"flags\t\t: {flags}\n")
-        bundle = Store(minilm_int8).open("minilm")
+        bundle = Store(tiny_int8).open("tiny")
         return OnnxEngine(bundle, Device.CPU, asked, open_session=open_session)
 
     monkeypatch.setattr(processor, "CPU_INFO", tmp_path / "cpuinfo")
@@ -308,44 +227,17 @@ def test_a_bundle_without_int8(tiny_store: Path) -> None:
         OnnxEngine(bundle, Device.CPU, Precision.INT8)
 
 
-def test_the_server_logs_its_choice_and_long_neighbours_move_no_vector(minilm_int8: Path) -> None:
+def test_the_server_logs_its_choice_and_long_neighbours_move_no_vector(tiny_int8: Path) -> None:
     def embedded(*texts: str) -> np.ndarray:
         answer = httpx.post(f"{server.url}/embed", json={"inputs": texts})
         return np.array(answer.json(), np.float32)
 
-    with running_server(minilm_int8, "--precision", "int8") as server:
-        short, long = "A cat sat on the mat.", "Networks, 7 % and ROME! " * 30
+    with running_server(tiny_int8, "--precision", "int8") as server:
+        short, long = "A cat sat on the mat.", "Networks, 7 % and ROME! " * 6
         alone = embedded(short)[0]
         beside = embedded(*[long] * 7, short, *[f"A dog {n} on the mat." for n in range(8)])[7]
         np.testing.assert_allclose(beside, alone, atol=1e-5)
         assert np.linalg.norm(alone - embedded("A cat sat on the hat.")[0]) > 0.01
-        assert any(
-            "serving minilm@1 for embed on cpu in int8, as asked" in line for line in server.log
-        )
+        chosen = "serving tiny@1 for embed on cpu in int8, as asked"
+        assert any(chosen in line for line in server.log)
         assert httpx.get(f"{server.url}/info").json()["model_dtype"] == "int8"
-        assert (
-            json.loads((minilm_int8 / "minilm/1/manifest.json").read_text())["int8"]["graph"][
-                "precision"
-            ]
-            == "int8"
-        )
-
-
-# ---- packed weights that two sessions share ------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("graph", "aligned"),
-    [
-        (b"\x12 MatMulIntegerToFloat+123|128;99;0\x1a MatMulIntegerToFloat+9|256;99;0", True),
-        (b"\x12 MatMulIntegerToFloat+123|128;99;0\x1a MatMulIntegerToFloat+9|296;99;0", False),
-        (b"\x12 DynamicQuantizeMatMul+7|40;1;0", False),
-        (b"\x12 FusedGemm+7|40;1;0", False),
-        (b"", True),
-    ],
-)
-def test_weights_are_shared_only_where_the_kernels_can_read_them(
-    graph: bytes, aligned: bool
-) -> None:
-    """From other addresses the process ended: a BERT of 30,522 tokens, in int8 and in fp32."""
-    assert is_aligned(graph) is aligned

@@ -1,6 +1,5 @@
 """Poolings that leave out the prompt (`include_prompt` false), against sentence-transformers."""
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,19 +9,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
+from sentence_transformers.sentence_transformer.modules import Pooling
 
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
-from cloze.model_store.embedding_space import embedding_space, own_recipe
-from cloze.model_store.manifest import Precision
 from cloze.model_store.store import Bundle
 from cloze.service.core import Device
 from cloze.service.engine.onnx_engine import OnnxEngine
 from cloze.service.tasks import TaskContext
 from cloze.service.tasks.embed import TASK, EmbedParameters
 from cloze.service.text.tokenizer import Tokenizer
-from tests.support.sentence_folders import LIMITS, edit, ours, saved
+from tests.support.sentence_folders import LIMITS, saved
 from tests.support.serving import Server, running_server
 
 MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
@@ -107,64 +104,12 @@ def test_prompts_of_one_batch_are_left_out_one_by_one(bundle: Bundle) -> None:
         )
 
 
-def test_as_many_tokens_are_left_out_where_the_prompt_is_cut(folder: Path, tmp_path: Path) -> None:
-    left = shutil.copytree(folder, tmp_path / "left")
-    edit(left, "tokenizer_config.json", truncation_side="left")
-    oracle = SentenceTransformer(str(left), device="cpu")
-    expected = oracle.encode(TEXTS, prompt_name="query", batch_size=1)
-    found = ours(left, tmp_path / "store", TEXTS, prompt_name="query", normalize=False)
-    np.testing.assert_allclose(found, expected, atol=2e-5)
-
-
-def test_what_is_left_of_a_prompt_is_left_out(server: Server, bundle: Bundle) -> None:
-    """Where a text is divided, the prompt is in each window."""
-    tokenizer = Tokenizer(bundle)
-    context = TaskContext(bundle.manifest, tokenizer, LIMITS)
-    [prompt] = tokenizer.ids([PROMPTS["query"]])
-    text = "who walked " * 30
-
-    def firsts(**options: Any) -> list[int]:
-        asked = EmbedParameters(prompt_name="query", **options)
-        encodings = TASK.prepare(text, asked, context).encodings
-        return [encoding.requests["embedding"].first for encoding in encodings]  # type: ignore[attr-defined]
-
-    assert firsts() == [1 + len(prompt)]
-    assert firsts(truncation_direction="left") == [1 + len(prompt)]
-    assert set(firsts(long_text="window")) == {1 + len(prompt)}
-    assert len(firsts(long_text="window")) > 1
+def test_requests_that_pool_prompts_are_refused(server: Server) -> None:
     refused = httpx.post(
-        server.url + "/embed", json={"inputs": text, "prompt_name": "query", "pooling": "max"}
+        server.url + "/embed", json={"inputs": "who", "prompt_name": "query", "pooling": "max"}
     )
     assert refused.status_code == 424
     assert "pool a prompt too, which the pooling of asked@1 leaves out" in refused.text
     whole = post(server, "/embed", inputs="the king", pooling="max", normalize=False).json()
     own = post(server, "/embed", inputs="the king", normalize=False).json()
     np.testing.assert_allclose(whole[0], own[0][64:128], atol=1e-6)
-
-
-def test_a_packed_graph_leaves_out_prompts(tmp_path: Path) -> None:
-    """The export compares it with torch, with prompts of several lengths."""
-    pooling = Pooling(64, pooling_mode="weightedmean", include_prompt=False)
-    folder = saved(tmp_path, "bert-plain", pooling, Normalize(), prompts=PROMPTS)
-    options = ExportOptions(precisions=(Precision.FP16,))
-    bundle = export(str(folder), "packed", Store(tmp_path / "store"), options)
-    assert bundle.manifest.fp16 is not None
-    assert bundle.manifest.embedding is not None
-    assert not bundle.manifest.embedding.include_prompt
-
-
-def test_a_space_with_prompts_left_out_is_another(bundle: Bundle) -> None:
-    """Texts without a prompt have the same vectors either way, and the same space."""
-    described = bundle.manifest
-    assert described.embedding is not None
-    section = described.embedding.model_copy(update={"include_prompt": True})
-    including = described.model_copy(update={"embedding": section})
-    spaces = [
-        embedding_space(manifest, "fp32", own_recipe(manifest, prompt))  # type: ignore[arg-type]
-        for prompt in (PROMPTS["query"], "")
-        for manifest in (described, including)
-    ]
-    assert spaces[0] != spaces[1]
-    assert spaces[2] == spaces[3]
-    assert b"include_prompt" not in including.to_bytes()
-    assert described.from_bytes(described.to_bytes()).embedding == described.embedding

@@ -26,7 +26,7 @@ from cloze.model_store.manifest import Precision
 from cloze.model_store.tensors import TOKEN_TYPE_IDS, TRUNK_INPUTS, TensorSpec
 from tests.support.tiny_models import model
 
-SCRIPT = Path(__file__).parents[2] / "scripts/tensor-reference"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 MODEL_SIZES = {
     embedding.EMBEDDINGS.name: {"D": 16},
@@ -42,21 +42,11 @@ MODEL_SIZES = {
 Shape = tuple[str | int, ...]
 
 
-def test_the_committed_page_is_the_generated_page() -> None:
-    done = subprocess.run([sys.executable, SCRIPT, "--check"], timeout=60, check=False)
-    assert done.returncode == 0, "run scripts/tensor-reference"
-
-
-def test_names_of_heads_tasks_and_tensors_are_unique() -> None:
-    heads = HEADS.values()
-    tensors = [*TRUNK_INPUTS, *(t for head in heads for t in (*head.inputs, *head.outputs))]
-    for names in (
-        [head.name for head in heads],
-        [head.task for head in heads],
-        [tensor.name for tensor in tensors],
-    ):
-        assert len(names) == len(set(names))
-    assert all(name == head.name for name, head in HEADS.items())
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["tensor-reference", "family-reference"])
+def test_the_committed_page_is_the_generated_page(script: str) -> None:
+    done = subprocess.run([sys.executable, SCRIPTS / script, "--check"], timeout=120, check=False)
+    assert done.returncode == 0, f"run scripts/{script}"
 
 
 def letters(tensors: Iterable[TensorSpec]) -> set[str]:
@@ -74,7 +64,9 @@ def test_a_letter_has_one_meaning_in_all_tensors() -> None:
     used = {name: letters((*head.inputs, *head.outputs)) for name, head in HEADS.items()}
     counts = [letter for own in used.values() for letter in own - shared]
     assert len(counts) == len(set(counts)), sorted(counts)
-    assert runpy.run_path(str(SCRIPT))["LETTERS"].keys() == shared | set(counts)
+    assert runpy.run_path(str(SCRIPTS / "tensor-reference"))["LETTERS"].keys() == shared | set(
+        counts
+    )
 
 
 def declared(values: list[onnx.ValueInfoProto]) -> dict[str, tuple[str, Shape]]:

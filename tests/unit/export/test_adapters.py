@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from cloze.export.adapters import ALL_LAYERS, AdaptedModel
 from cloze.export.errors import ExportError
@@ -33,12 +32,3 @@ def test_a_graph_that_differs_from_torch_is_refused() -> None:
     for value, tolerance in ((0.0, 0.99), (float("nan"), 1e9)):
         with pytest.raises(ExportError, match=r"differs from torch by .* leave out --adapters"):
             adapted.verify(Same(value), SPEC, tolerance)
-
-
-def test_the_difference_of_small_states_is_absolute() -> None:
-    small = model()
-    with torch.no_grad():
-        norm = small.encoder.layers[-1].output_norm
-        norm.weight.fill_(1e-3)  # type: ignore[union-attr, operator]
-        norm.bias.zero_()  # type: ignore[union-attr, operator]
-    assert AdaptedModel.of(small, [ALL_LAYERS]).verify(Same(0.0), SPEC, 1.0) < 0.01

@@ -47,10 +47,6 @@ def test_a_head_that_nobody_asks_gets_no_rows() -> None:
                     assert asked.feeds[name].dtype == array.dtype
 
 
-def test_a_graph_without_token_types_gets_none() -> None:
-    assert "token_type_ids" not in codec(token_types=False).pack([encoding(1, 2)]).feeds
-
-
 def test_only_the_outputs_of_heads_that_are_asked_are_computed() -> None:
     masked = encoding(5, 6, masked_lm=MaskedLMRequest([1], 2))
     embedded = encoding(5, 6, embedding=HeadRequest())
@@ -64,9 +60,3 @@ def test_only_the_outputs_of_heads_that_are_asked_are_computed() -> None:
     assert codec().pack([embedded]).outputs == ["embeddings"]
     assert len(codec().pack([encoding(1)]).outputs) == 6, "a batch that asks nothing: all outputs"
     assert [head.name for head in codec().heads] == list(HEADS)
-
-
-def test_vocabulary_rows_of_an_encoding_are_the_sum_over_its_heads() -> None:
-    masked = encoding(1, 2, masked_lm=MaskedLMRequest([0, 1]), embedding=HeadRequest())
-    assert masked.vocabulary_rows == 2
-    assert len(masked) == 2

@@ -6,20 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from cloze.model_store import processor, store
+from cloze.model_store import processor
 from cloze.model_store.error_lines import printable
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.model_store.locations import SHIPPED_ROOT, default_root, is_checkout, user_root
-from cloze.model_store.manifest import parse_sealed, seal, unseal
-from cloze.model_store.plain_files import open_plain, read_plain
-
-
-def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
-    file = tmp_path / "x"
-    file.write_bytes(b"12345")
-    assert read_plain(file, 5) == b"12345"
-    with pytest.raises(ValueError, match="has 5 bytes; the limit is 4"):
-        read_plain(file, 4)
+from cloze.model_store.plain_files import open_plain
 
 
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:
@@ -43,27 +34,6 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
         assert not os.get_inheritable(stream.fileno())
     with pytest.raises(FileNotFoundError):
         open_plain(tmp_path / "missing")
-
-
-def test_a_link_that_replaces_a_file_is_not_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As if the link came between the check of the file and its opening."""
-    (tmp_path / "file").write_text("x")
-    (tmp_path / "link").symlink_to(tmp_path / "file")
-    monkeypatch.setattr(Path, "lstat", Path.stat)
-    with pytest.raises(OSError, match=r"symbolic links|Too many"):
-        open_plain(tmp_path / "link")
-
-
-def test_a_sealed_object_comes_back() -> None:
-    body: dict[str, object] = {"b": 1, "a": "é"}
-    data = seal(body)
-    assert data.endswith(b"}\n")
-    assert list(parse_sealed(data)) == ["b", "a", "digest"]
-    assert unseal(parse_sealed(data), data) == body
-    with pytest.raises(ValueError, match="digest does not match"):
-        unseal(parse_sealed(data), data + b" ")
 
 
 INTEL = "processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512_vnni\nbugs : avx_vnni\n"
@@ -116,14 +86,6 @@ def test_a_checkout_keeps_its_bundles(tmp_path: Path, monkeypatch: pytest.Monkey
     assert default_root(tmp_path) == SHIPPED_ROOT
     monkeypatch.setenv("XDG_DATA_HOME", "/data")
     assert default_root(tmp_path / "else") == Path("/data/cloze/bundles")
-
-
-def test_which_folders_a_store_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "DEFAULT_ROOT", tmp_path)
-    assert store.folders_to_read(tmp_path) == (tmp_path, SHIPPED_ROOT)
-    assert store.folders_to_read(tmp_path / "x") == (tmp_path / "x",)
-    monkeypatch.setattr(store, "DEFAULT_ROOT", SHIPPED_ROOT)
-    assert store.folders_to_read(SHIPPED_ROOT) == (SHIPPED_ROOT,)
 
 
 def test_a_line_shows_no_control_characters_and_is_cut() -> None:

@@ -122,17 +122,6 @@ def test_what_a_graph_declares() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("number", "bytes_per_number"), [(1, 4), (2, 1), (3, 1), (6, 4), (7, 8), (10, 2)]
-)
-def test_weights_of_every_type(number: int, bytes_per_number: int) -> None:
-    def change(made: onnx.ModelProto) -> None:
-        weight = made.graph.initializer[0]
-        weight.data_type, weight.raw_data = number, bytes(6 * bytes_per_number)
-
-    assert parse_onnx(model(change)).weights["inside"].size == 6 * bytes_per_number
-
-
 def weight(**fields: Any) -> Callable[[onnx.ModelProto], None]:
     def change(made: onnx.ModelProto) -> None:
         first = made.graph.initializer[0]
@@ -162,26 +151,18 @@ def place(
     [
         (lambda m: m.ClearField("graph"), "it has no graph"),
         (lambda m: m.metadata_props.add(key="a", value="b"), "has metadata, which"),
-        (lambda m: m.functions.add(name="f"), "has functions, which"),
         (lambda m: m.graph.input.append(m.graph.input[0]), "the graph has two inputs 'x'"),
-        (lambda m: m.graph.output.append(m.graph.output[0]), "the graph has two outputs 'y'"),
         (lambda m: m.graph.initializer.append(m.graph.initializer[0]), "two weights 'inside'"),
         (weight(dims=[2, 4]), r"has 12 bytes, but its shape \(2, 4\) needs 16"),
-        (weight(dims=[2, -3]), r"has the shape \(2, -3\)"),
         (weight(dims=[1] * 9), "has the shape"),
         (weight(data_type=11), "element type 11, which no bundle may have"),
         (weight(data_location=1), "is both inside and outside the file"),
-        (lambda m: m.graph.initializer[1].ClearField("data_location"), "both inside and outside"),
         (lambda m: setattr(m.graph.initializer[1], "raw_data", b"x"), "both inside and outside"),
-        (place(0, key="place"), "has a malformed place"),
         (place(1, value="-1"), "has a malformed place"),
-        (place(1, value="1" * 19), "has a malformed place"),
         (place(2, value="0x14"), "has a malformed place"),
-        (lambda m: m.graph.initializer[1].external_data.pop(), "has a malformed place"),
         (lambda m: m.graph.initializer[1].external_data.add(key="offset", value="0"), "malformed"),
         (lambda m: m.graph.input[0].ClearField("type"), "the tensor 'x' has no type"),
         (lambda m: m.graph.input[0].type.tensor_type.ClearField("shape"), "'x' has no shape"),
-        (lambda m: setattr(m.graph.input[0].type.tensor_type, "elem_type", 8), "element type 8"),
         (lambda m: m.graph.node[0].attribute[0].g.CopyFrom(onnx.GraphProto()), "has a sub-graph"),
         (lambda m: m.graph.node[0].attribute[0].t.CopyFrom(onnx.TensorProto()), "has a tensor"),
     ],
@@ -191,14 +172,6 @@ def test_graphs_that_no_bundle_may_have(
 ) -> None:
     with pytest.raises(ValueError, match=problem):
         parse_onnx(model(change))
-
-
-def test_a_weight_has_at_most_eight_dimensions() -> None:
-    assert parse_onnx(model(weight(dims=[1] * 6 + [2, 3]))).weights["inside"].shape == (1,) * 6 + (
-        2,
-        3,
-    )
-    assert parse_onnx(model(weight(dims=[], raw_data=bytes(2)))).weights["inside"].shape == ()
 
 
 # ---- a graph and its manifest ------------------------------------------------------------------
@@ -233,12 +206,6 @@ def test_weights_lie_inside_their_files_and_do_not_overlap() -> None:
             check(at(0, 1, file))
 
 
-def test_a_weight_inside_the_graph_hides_no_other_one() -> None:
-    weights = {"inside": DeclaredWeight((1,), 4), "outside": DeclaredWeight((1,), 4, "x.bin")}
-    with pytest.raises(ValueError, match=r"the weight 'outside' lies in 'x\.bin'"):
-        _check_places(weights, {"w.bin": 100}, most_names=1)
-
-
 def test_a_graph_has_the_tensors_of_its_tasks() -> None:
     expected = expected_tensors(manifest(), Layout.DENSE)
     assert str(expected.inputs["input_ids"]) == "int32 [*, *]"
@@ -250,46 +217,35 @@ def test_a_graph_has_the_tensors_of_its_tasks() -> None:
     packed = expected_tensors(manifest(), Layout.PACKED).inputs
     assert str(packed["input_ids"]) == "int32 [*]"
     assert {"position_ids", "cu_seqlens", "token_offset", "pool_rows"} <= packed.keys()
-    good = {
-        name: DeclaredTensor(t.spec.numpy_dtype, t.shape) for name, t in expected.outputs.items()
-    }
+    named = expected.outputs.items()
+    good = {name: DeclaredTensor(t.spec.numpy_dtype, t.shape) for name, t in named}
     _check_tensors("output", good, expected.outputs)
     free = good | {"embeddings": DeclaredTensor(np.dtype("float32"), (None, None))}
     _check_tensors("output", free, expected.outputs)
-    for wrong in (
-        DeclaredTensor(np.dtype("float16"), (None, 4)),
-        DeclaredTensor(np.dtype("float32"), (None, 5)),
-        DeclaredTensor(np.dtype("float32"), (None,)),
-        DeclaredTensor(np.dtype("float32"), (None, 4, None)),
-        DeclaredTensor(np.dtype("float32"), (3, 4)),
+    for dtype, shape in (
+        ("float16", (None, 4)),
+        ("float32", (None, 5)),
+        ("float32", (None,)),
+        ("float32", (None, 4, None)),
+        ("float32", (3, 4)),
     ):
-        with pytest.raises(
-            ValueError, match=r"the output embeddings is float.* must be float32 \[\*, 4\]"
-        ):
-            _check_tensors("output", good | {"embeddings": wrong}, expected.outputs)
-    with pytest.raises(
-        ValueError, match="the graph lacks the output 'embeddings', which its tasks"
-    ):
+        wrong = good | {"embeddings": DeclaredTensor(np.dtype(dtype), shape)}
+        with pytest.raises(ValueError, match="the output embeddings is float"):
+            _check_tensors("output", wrong, expected.outputs)
+    vectors = good.pop("embeddings")
+    with pytest.raises(ValueError, match="lacks the output 'embeddings'"):
+        _check_tensors("output", good, expected.outputs)
+    with pytest.raises(ValueError, match="the graph has the output 'more'"):
         _check_tensors(
-            "output", {n: t for n, t in good.items() if n != "embeddings"}, expected.outputs
+            "output", good | dict.fromkeys(("embeddings", "more"), vectors), expected.outputs
         )
-    with pytest.raises(
-        ValueError, match="the graph has the output 'more', which no task of it uses"
-    ):
-        _check_tensors("output", good | {"more": good["embeddings"]}, expected.outputs)
 
 
 def test_tables_have_the_rows_of_the_manifest() -> None:
-    sizes = {
-        "embeddings.word": len(VOCABULARY),
-        "embeddings.position": 16,
-        "embeddings.token_type": 2,
-    }
-
     def tables(**changes: tuple[int, int] | None) -> dict[str, DeclaredWeight]:
-        shapes: dict[str, Any] = {name: (rows, 4) for name, rows in sizes.items()}
-        shapes |= {f"embeddings.{name}": shape for name, shape in changes.items()}
-        return {n: DeclaredWeight(shape, 1) for n, shape in shapes.items() if shape}
+        sizes = {"word": len(VOCABULARY), "position": 16, "token_type": 2}
+        shapes: dict[str, Any] = {name: (rows, 4) for name, rows in sizes.items()} | changes
+        return {f"embeddings.{n}": DeclaredWeight(one, 1) for n, one in shapes.items() if one}
 
     _check_tables(tables(), manifest())
     for ending in (".fp16", ".int8"):
@@ -338,24 +294,18 @@ def test_golden_cases_are_arrays_of_the_graph_s_types(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ("{", "is not JSON"),
         ("[" * 100_000, "is nested too deeply"),
         ({}, "has no list of cases; a golden file has 1 to 16"),
-        ([], "has 0 cases"),
         ([CASE] * 17, "has 17 cases"),
         ([1], "without exactly feeds and outputs"),
         ([CASE | {"more": {}}], "without exactly feeds and outputs"),
         ([CASE | {"outputs": []}], "are no JSON object"),
         ([with_feed(more=[1])], "has a case that has the input 'more'"),
-        ([CASE | {"feeds": {"input_ids": [[1]]}}], "lacks the input 'token_type_ids'"),
         ([CASE | {"outputs": {}}], "lacks the output 'span_logits'"),
         ([CASE | {"outputs": {"span_logits": []}}], "must be float32"),
-        (
-            [CASE | {"outputs": {"span_logits": [[1, 2, 3]]}}],
-            r"as \[1, 3\], but it must be float32",
-        ),
+        ([CASE | {"outputs": {"span_logits": [[1, 2, 3]]}}], "must be float32"),
+        ([CASE | {"outputs": {"span_logits": np.zeros((0, 2)).tolist()}}], "span_logits"),
         ([with_feed(input_ids=[[1, "a"]])], "are no array of int32"),
-        ([with_feed(input_ids=[[1], [1, 2]])], "are no array of int32"),
         ([with_feed(input_ids=[[2**40]])], "are no array of int32"),
         ([with_feed(input_ids=[1])], r"has input_ids as \[1\]"),
         ([with_feed(input_ids=[[1] * 64] * 65)], "has 4160 numbers for the input input_ids"),
@@ -366,9 +316,3 @@ def test_golden_cases_are_arrays_of_the_graph_s_types(tmp_path: Path) -> None:
 def test_golden_files_that_are_refused(tmp_path: Path, content: object, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         goldens(tmp_path, content)
-
-
-def test_an_output_without_a_number_checks_nothing(tmp_path: Path) -> None:
-    empty = CASE | {"outputs": {"span_logits": np.zeros((0, 2)).tolist()}}
-    with pytest.raises(ValueError, match="span_logits"):
-        goldens(tmp_path, [empty])

@@ -1,21 +1,34 @@
-"""Folders of a store: versions, removal, folders that are left over, and how more is installed."""
+"""Folders of a store: versions, adoption, removal, what is left over, and how more is installed."""
 
+import hashlib
 import json
 import os
-import shutil
 import sys
 import time
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from typing import Any
 
 import pytest
-from pydantic import BaseModel, Field, ValidationError
 
 from cloze.model_store import Store, StoreError, installation
-from cloze.model_store.error_lines import first_problem
-from cloze.model_store.installation import build, install_command
-from tests.unit.model_store.test_adopt import staged
+from cloze.model_store.installation import install_command
+from tests.unit.service.tasks.model import manifest
+
+CONTENT = {"tokenizer.json": b"t", "g.onnx": b"gg", "golden.json": b"[]"}
+
+
+def staged(folder: Path, content: dict[str, bytes] = CONTENT, **changes: object) -> Path:
+    """Write a bundle, with files and a folder that its manifest does not list."""
+    files = {
+        n: {"size": len(c), "sha256": hashlib.sha256(c).hexdigest()} for n, c in content.items()
+    }
+    bundle = folder / "downloaded"
+    (bundle / "cache").mkdir(parents=True)
+    (bundle / "cache/x").write_text("x")
+    (bundle / "notes.txt").write_text("x")
+    for name, data in content.items():
+        (bundle / name).write_bytes(data)
+    (bundle / "manifest.json").write_bytes(manifest(files=files, **changes).to_bytes())
+    return bundle
 
 
 def kept(root: Path, *versions: int, name: str = "tiny") -> Store:
@@ -76,6 +89,57 @@ def test_a_default_store_reads_the_package_s_bundles(
     assert one.references() == ["other@1", "tiny@1", "tiny@2"]
 
 
+# ---- bundles of another store ------------------------------------------------------------------
+
+
+def test_a_bundle_keeps_its_name_and_version(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with store.staging() as folder:
+        bundle = store.adopt(staged(folder))
+    assert bundle.manifest.reference == "tiny@3"
+    assert bundle.path == tmp_path / "tiny/3"
+    assert {file.name for file in bundle.path.iterdir()} == {*CONTENT, "manifest.json"}
+    assert store.references() == ["tiny@3"]
+
+
+def test_the_same_bundle_may_come_twice_and_another_not(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with store.staging() as folder:
+        store.adopt(staged(folder))
+    with store.staging() as folder:
+        assert store.adopt(staged(folder)).manifest.reference == "tiny@3"
+    with (
+        store.staging() as folder,
+        pytest.raises(StoreError, match="has another tiny@3; remove it"),
+    ):
+        store.adopt(staged(folder, CONTENT | {"g.onnx": b"other"}))
+    assert store.open("tiny").file("g.onnx").read_bytes() == b"gg"
+
+
+@pytest.mark.parametrize(
+    ("file", "data", "problem"),
+    [
+        ("g.onnx", b"gx", "g.onnx was changed after it was published"),
+        ("g.onnx", b"ggg", "g.onnx has 3 bytes, published with 2"),
+        ("g.onnx", None, "g.onnx is missing from"),
+        ("manifest.json", b"{}", "the manifest of downloaded is refused"),
+    ],
+)
+def test_a_bundle_that_was_changed_is_refused(
+    tmp_path: Path, file: str, data: bytes | None, problem: str
+) -> None:
+    store = Store(tmp_path)
+    with store.staging() as folder:
+        bundle = staged(folder)
+        if data is None:
+            (bundle / file).unlink()
+        else:
+            (bundle / file).write_bytes(data)
+        with pytest.raises(StoreError, match=problem):
+            store.adopt(bundle)
+    assert store.references() == []
+
+
 # ---- removal -----------------------------------------------------------------------------------
 
 
@@ -92,26 +156,6 @@ def test_one_version_or_all_are_removed(tmp_path: Path) -> None:
     one.remove("tiny")
     assert one.references() == ["other@1"]
     with pytest.raises(StoreError, match="no bundle named 'tiny'"):
-        one.remove("tiny")
-
-
-def test_other_files_of_a_name_stay(tmp_path: Path) -> None:
-    one = kept(tmp_path, 1)
-    (tmp_path / "tiny/notes").write_text("x")
-    one.remove("tiny")
-    assert [path.name for path in (tmp_path / "tiny").iterdir()] == ["notes"]
-
-
-def test_what_cannot_be_removed_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = kept(tmp_path, 1)
-
-    def refuse(*_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(shutil, "rmtree", refuse)
-    with pytest.raises(StoreError, match=rf"cannot remove 'tiny' from {tmp_path}: Permission"):
         one.remove("tiny")
 
 
@@ -183,47 +227,4 @@ def test_the_command_that_installs_extras(
     assert command == f"{sys.executable} -m pip install {target.format(tmp_path)}"
 
 
-def test_a_package_that_is_not_installed_comes_from_the_index(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def missing(_: str) -> Any:
-        raise PackageNotFoundError
-
-    monkeypatch.setattr(installation, "distribution", missing)
-    assert install_command("gpu").endswith(" -m pip install 'cloze-server[gpu]'")
-
-
-def test_the_revision_of_an_image_and_of_what_pip_got_from_git(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Installed:
-        version = "1.2"
-
-        def read_text(self, _: str) -> str:
-            return json.dumps({"vcs_info": {"vcs": "git", "commit_id": "fedcba9876543210" * 2}})
-
-    monkeypatch.setattr(installation, "distribution", lambda _: Installed())
-    assert build.__wrapped__() == ("1.2", "fedcba987654")
-
-
 # ---- errors and limits -------------------------------------------------------------------------
-
-
-class Inner(BaseModel):
-    numbers: list[int] = Field(max_length=2)
-
-
-class Outer(BaseModel):
-    inner: Inner
-
-
-def test_the_first_problem_has_its_field_and_value() -> None:
-    with pytest.raises(ValidationError) as error:
-        Outer.model_validate({"inner": {"numbers": [1, "x"]}})
-    assert first_problem(error.value) == (
-        "inner.numbers.1: input should be a valid integer, unable to parse string as an integer, "
-        "got 'x'"
-    )
-    with pytest.raises(ValidationError) as error:
-        Outer.model_validate(5)
-    assert first_problem(error.value).startswith("Input should be a valid dictionary")

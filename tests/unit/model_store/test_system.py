@@ -3,7 +3,6 @@
 import ctypes
 import errno
 import fcntl
-import getpass
 import os
 import subprocess
 import sys
@@ -67,13 +66,6 @@ def test_a_link_is_not_followed_where_the_system_can_refuse_it(
     as_on_windows(monkeypatch)
     with os.fdopen(system.open_to_read(tmp_path / "file"), "rb") as stream:
         assert stream.read() == b"content"
-
-
-def test_a_user_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert system.user() == str(os.geteuid())
-    monkeypatch.setattr(getpass, "getuser", lambda: "anna")
-    as_on_windows(monkeypatch)
-    assert system.user() == "anna"
 
 
 @pytest.mark.parametrize("error", [OSError, TypeError])

@@ -1,6 +1,7 @@
 """Graphs with adapters of every family, on all linear layers, beside torch with merged weights."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,18 +10,18 @@ from cloze.export.check.verify import TOLERANCES, GraphUnderTest
 from cloze.export.errors import ExportError
 from cloze.export.graph.session import open_session
 from cloze.export.heads.embedding import EmbeddingRecipe
-from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.model import GraphWriter
-from tests.support.family_checkpoints import OWN, save
+from tests.support.family_checkpoints import OWN
 
 REFUSED = {"deberta-v2"}
 """Families whose graphs have constants that depend on queries and keys."""
 
 
 @pytest.mark.parametrize("family", OWN)
-def test_a_graph_with_adapters_computes_what_torch_does(family: str, tmp_path: Path) -> None:
-    save(family, "masked_lm", tmp_path / "checkpoint")
-    checkpoint = load_checkpoint(str(tmp_path / "checkpoint"))
+def test_a_graph_with_adapters_computes_what_torch_does(
+    family: str, built: Any, tmp_path: Path
+) -> None:
+    _, checkpoint, _ = built(family)
     adapted = AdaptedModel.of(checkpoint.model, [ALL_LAYERS])
     writer = GraphWriter(checkpoint.model, EmbeddingRecipe(), checkpoint.heads, tmp_path)
     graph = writer.write(adapted=adapted.numbers)

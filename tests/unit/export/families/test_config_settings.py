@@ -4,6 +4,7 @@ Every setting that transformers writes is changed, one at a time, in a checkpoin
 """
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from tests.support.family_checkpoints import (
     save,
     theirs,
 )
+
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 VALUES: dict[str, list[Any]] = {
     "hidden_act": ["relu", "gelu_new", "silu", "tanh", "mish"],
@@ -93,20 +96,35 @@ def outcome(folder: Path, head: str, key: str) -> str:
     return "same"
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("head", ["masked_lm", "sequence_classification"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_setting_is_honoured_named_or_refused(family: str, head: str, tmp_path: Path) -> None:
-    save(family, head, tmp_path)
-    file = tmp_path / "config.json"
+FAST = {
+    ("bert", "masked_lm"),
+    ("deberta-v2", "masked_lm"),
+    ("mobilebert", "sequence_classification"),
+    ("modernbert", "sequence_classification"),
+}
+"""Cases that run with the other tests; each takes seconds."""
+
+each_case = pytest.mark.parametrize(
+    ("family", "head"),
+    [
+        pytest.param(*case, marks=[] if case in FAST else [pytest.mark.slow])
+        for case in product(FAMILIES, ("masked_lm", "sequence_classification"))
+    ],
+)
+
+
+@each_case
+def test_every_setting_is_honoured_named_or_refused(family: str, head: str, copied: Any) -> None:
+    _, folder = copied(family, head)
+    file = folder / "config.json"
     base = json.loads(file.read_text())
-    known = transformers.CONFIG_MAPPING[family].from_pretrained(tmp_path).to_dict() | base
-    assert outcome(tmp_path, head, "no setting") == "same"
+    known = transformers.CONFIG_MAPPING[family].from_pretrained(folder).to_dict() | base
+    assert outcome(folder, head, "no setting") == "same"
     outcomes = set()
     for key in known:
         for value in VALUES.get(key) or changes(known[key]):
             file.write_text(json.dumps(base | {key: value}))
-            outcomes.add(outcome(tmp_path, head, key).partition(":")[0])
+            outcomes.add(outcome(folder, head, key).partition(":")[0])
     assert outcomes >= {"same", "refused"}
 
 
@@ -126,16 +144,13 @@ class Read(dict[str, Any]):
         return super().get(name, default)
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("head", ["masked_lm", "sequence_classification"])
-@pytest.mark.parametrize("family", FAMILIES)
+@each_case
 def test_each_setting_may_be_left_out_or_is_demanded(
-    family: str, head: str, tmp_path: Path
+    family: str, head: str, built: Any, tmp_path: Path
 ) -> None:
     """A checkpoint that lacks a setting has what transformers takes for that setting."""
-    save(family, head, tmp_path / "whole")
     described = FAMILIES[family]
-    base = json.loads((tmp_path / "whole" / "config.json").read_text())
+    base = json.loads((built(family, head)[2] / "config.json").read_text())
     given = Read(base)
     parsed = described.read_config(given)
     kept = transformers.CONFIG_MAPPING[family]().to_dict()
@@ -166,7 +181,6 @@ def check_without(family: str, head: str, folder: Path, name: str) -> None:
     assert same(ours(load_checkpoint(str(folder)), head, ids), theirs(network, head, ids)), name
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_missing_setting_has_the_default_of_transformers_or_is_demanded(
     family: str, tmp_path: Path

@@ -5,27 +5,9 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-import torch
 from onnx import TensorProto
 
-from cloze.export.errors import ExportError
 from cloze.export.graph.builder import OPSET, GraphBuilder
-from cloze.export.graph.linear_ops import LARGEST_INT8, quantise, to_fp16
-
-
-def test_a_weight_is_as_many_steps_as_its_integers() -> None:
-    weight = torch.tensor([[1.27, -0.5, 0.004], [0.0, 0.0, 0.0], [-2.54, 2.54, 0.019]])
-    integers, steps = quantise(weight)
-    assert steps.tolist() == pytest.approx([0.01, 1e-12, 0.02], rel=1e-5)
-    assert integers.tolist() == [[127, -50, 0], [0, 0, 0], [-127, 127, 1]]
-    assert integers.dtype == torch.int8
-    assert LARGEST_INT8 == 127
-
-
-def test_numbers_that_fp16_cannot_hold_are_refused() -> None:
-    assert to_fp16("x", torch.tensor([65504.0])).tolist() == [65504]
-    with pytest.raises(ExportError, match=r"x holds 6.56e\+04, which fp16 cannot; use fp32"):
-        to_fp16("x", torch.tensor([1.0, -65600.0]))
 
 
 def saved(
@@ -48,12 +30,6 @@ def test_large_weights_lie_in_pages_of_their_file(tmp_path: Path) -> None:
         assert g.weight(name, array) == name
     model, stored = saved(g, tmp_path)
     assert stored.keys() == {"large", "next"}
-    assert (stored["large"].offset, stored["large"].length, stored["large"].file) == (
-        0,
-        1024,
-        "g.bin",
-    )
-    assert (stored["next"].offset, stored["next"].length) == (4096, 1200)
     data = (tmp_path / "g.bin").read_bytes()
     assert data[:1024] == values["large"].tobytes()
     assert data[4096:] == values["next"].tobytes()
@@ -91,14 +67,3 @@ def test_weights_of_another_graph_are_shared(tmp_path: Path) -> None:
     other.weight("large", np.arange(1, 257, dtype=np.float32))
     with pytest.raises(AssertionError, match=r"large is another weight in g.bin"):
         saved(other, tmp_path, stored, "third")
-
-
-def test_a_name_stands_for_one_weight(tmp_path: Path) -> None:
-    g = GraphBuilder()
-    g.weight("x", torch.ones(2))
-    assert g.weight("x", torch.ones(2)) == "x"
-    with pytest.raises(AssertionError, match="two different weights are called x"):
-        g.weight("x", torch.zeros(2))
-    model, _ = saved(g, tmp_path)
-    assert len(model.graph.initializer) == 1
-    assert np.frombuffer(model.graph.initializer[0].raw_data, np.float32).tolist() == [1, 1]

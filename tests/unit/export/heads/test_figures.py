@@ -15,7 +15,6 @@ from cloze.model_store.heads import ArrayResult
 from cloze.model_store.heads.label_sets import read_labels
 from cloze.model_store.heads.masked_lm import MaskedLMResult
 from cloze.model_store.heads.sequence_classification import read_options
-from cloze.model_store.heads.sparse_embedding import SparseEmbeddingResult
 from tests.support.scorers import CLS, MASK, SEP, ByHand, gate_texts
 
 TEXTS = gate_texts(max_tokens=64)
@@ -45,22 +44,17 @@ def first_of(result: Callable[[bool], Any]) -> Callable[[Encoding], Any]:
     return answer
 
 
-def vector(*numbers: float) -> ArrayResult:
-    return ArrayResult(np.array(numbers, np.float32))
+def row(*numbers: float, shape: tuple[int, ...] = (-1,)) -> ArrayResult:
+    return ArrayResult(np.array(numbers, np.float32).reshape(shape))
 
 
 def test_one_bad_text_among_good_ones_shows_in_the_least_cosine() -> None:
-    other = first_of(lambda first: vector(0.6, 0.8) if first else vector(2, 0))
-    figures = measured("embedding", lambda _: vector(3, 0), other)
+    other = first_of(lambda first: row(0.6, 0.8) if first else row(2, 0))
+    figures = measured("embedding", lambda _: row(3, 0), other)
     assert figures == {
         "embedding_cosine_least": pytest.approx(0.6),
         "embedding_cosine_mean": pytest.approx((COUNT - 1 + 0.6) / COUNT),
     }
-
-
-def test_a_vector_of_zeros_is_no_number() -> None:
-    figures = measured("embedding", lambda _: vector(1, 0), lambda _: vector(0, 0))
-    assert np.isnan(list(figures.values())).all()
 
 
 def test_the_change_of_a_ranking_is_after_less_before() -> None:
@@ -71,11 +65,11 @@ def test_the_change_of_a_ranking_is_after_less_before() -> None:
     ]
 
     def of(sign: float) -> Callable[[Encoding], Any]:
-        return lambda e: vector(np.cos(sign * len(e) / 9), np.sin(sign * len(e) / 9))
+        return lambda e: row(np.cos(sign * len(e) / 9), np.sin(sign * len(e) / 9))
 
     def opposed(encoding: Encoding) -> ArrayResult:
         turn = {3: 0.0, 4: 0.9, 5: 0.5, 6: 0.1}[min(len(encoding), 6)]
-        return vector(np.cos(turn), np.sin(turn))
+        return row(np.cos(turn), np.sin(turn))
 
     figures = measured("embedding", of(1), opposed, scored_pairs=scored)
     assert figures["sts_spearman_change"] == pytest.approx(-2)
@@ -101,47 +95,32 @@ def test_every_token_is_masked_alone() -> None:
     assert figures == {"fill_mask_top1_agreement": pytest.approx(1 - COUNT / tokens)}
 
 
-def test_labels_of_pairs_agree() -> None:
-    pairs = len(TEXTS.sentence_pairs())
-    other = first_of(
-        lambda first: ArrayResult(np.array([0.0, 1] if first else [1.0, 0], np.float32))
-    )
-    same = lambda _: ArrayResult(np.array([2.0, 1], np.float32))  # noqa: E731
-    assert measured("next_sentence", same, other) == {"nsp_agreement": pytest.approx(1 - 1 / pairs)}
-
-
-def test_spans_agree_in_start_and_end() -> None:
-    def span(start: int, end: int) -> ArrayResult:
-        logits = np.zeros((8, 2), np.float32)
-        logits[start, 0] = logits[end, 1] = 1
-        return ArrayResult(logits)
-
-    questions = len(TEXTS.questions())
-    for wrong in (span(1, 4), span(2, 5)):
-        other = first_of(lambda first, w=wrong: w if first else span(2, 4))
-        figures = measured("span", lambda _: span(2, 4), other)
-        assert figures == {"qa_span_agreement": pytest.approx(1 - 1 / questions)}
-
-
-def test_labels_of_texts_agree() -> None:
-    def of(*logits: float) -> ArrayResult:
-        return ArrayResult(np.array(logits, np.float32))
-
-    texts = COUNT + len(TEXTS.sentence_pairs())
-    other = first_of(lambda first: of(5, 1) if first else of(0, 1))
-    figures = measured("sequence_classification", lambda _: of(1, 2), other)
-    assert figures == {"text_classification_agreement": pytest.approx(1 - 1 / texts)}
+@pytest.mark.parametrize(
+    ("head", "figure", "same", "wrong", "count"),
+    [
+        ("next_sentence", "nsp_agreement", row(2, 1), row(0, 1), len(TEXTS.sentence_pairs())),
+        ("sequence_classification", "text_classification_agreement", row(1, 2), row(5, 1),
+         COUNT + len(TEXTS.sentence_pairs())),
+        *(
+            ("span", "qa_span_agreement", row(0, 0, 1, 0, 0, 1, shape=(3, 2)), wrong, len(TEXTS.questions()))
+            for wrong in (row(1, 0, 0, 0, 0, 1, shape=(3, 2)), row(0, 0, 1, 1, 0, 0, shape=(3, 2)))
+        ),
+    ],
+)  # fmt: skip
+def test_answers_agree(
+    head: str, figure: str, same: ArrayResult, wrong: ArrayResult, count: int
+) -> None:
+    """Of a span, the start and the end."""
+    other = first_of(lambda first: wrong if first else same)
+    assert measured(head, lambda _: same, other) == {figure: pytest.approx(1 - 1 / count)}
 
 
 def test_a_single_logit_agrees_within_a_twentieth_of_the_spread() -> None:
-    def of(logit: float) -> ArrayResult:
-        return ArrayResult(np.array([logit], np.float32))
-
     texts = COUNT + len(TEXTS.sentence_pairs())
     for spread, near, far in ((10.0, 0.49, 0.51), (0.5, 0.049, 0.051)):
         for off, expected in ((near, 1.0), (far, 1 / texts)):
-            checkpoint = first_of(lambda first, s=spread: of(s if first else 0.0))
-            graph = first_of(lambda first, s=spread, o=off: of(s if first else o))
+            checkpoint = first_of(lambda first, s=spread: row(s if first else 0.0))
+            graph = first_of(lambda first, s=spread, o=off: row(s if first else o))
             figures = measured("sequence_classification", checkpoint, graph)
             assert figures["text_classification_agreement"] == pytest.approx(expected)
 
@@ -161,35 +140,12 @@ def test_labels_of_tokens_agree() -> None:
     assert figures == {"token_classification_agreement": pytest.approx(1 - COUNT / tokens)}
 
 
-def test_mean_cosines_of_hidden_states() -> None:
-    def rows(first: list[float]) -> np.ndarray:
-        return np.array([first, [0, 2]], np.float32)
-
-    figures = measured(
-        "token_embedding",
-        lambda _: ArrayResult(rows([1, 0])),
-        lambda _: ArrayResult(rows([6, 8])),
-    )
-    assert figures == {"token_embedding_cosine_mean": pytest.approx(0.8)}
-    figures = measured(
-        "layer_embedding",
-        lambda _: ArrayResult(rows([1, 0])),
-        lambda _: ArrayResult(rows([6, 8])),
-    )
-    # The first of two states differs: the figure is that of the worst.
-    assert figures == {"layer_embedding_cosine_mean": pytest.approx(0.6)}
-
-
-def test_the_64_largest_weights_of_sparse_vectors_are_compared() -> None:
-    asked: list[Any] = []
-
-    def answer(encoding: Encoding) -> SparseEmbeddingResult:
-        asked.append((encoding.requests["sparse_embedding"], len(encoding)))
-        return SparseEmbeddingResult(np.ones(1, np.float32), np.array([1]))
-
-    measured("sparse_embedding", answer, answer)
-    assert len(asked) == 2 * COUNT
-    assert all((request.tokens, request.top_k) == (tokens, 64) for request, tokens in asked)
+@pytest.mark.parametrize(("head", "mean"), [("token_embedding", 0.8), ("layer_embedding", 0.6)])
+def test_mean_cosines_of_hidden_states(head: str, mean: float) -> None:
+    """The first of two states differs; of layers, the figure is that of the worst."""
+    one, other = row(1, 0, 0, 2, shape=(2, 2)), row(6, 8, 0, 2, shape=(2, 2))
+    figures = measured(head, lambda _: one, lambda _: other)
+    assert figures == {f"{head}_cosine_mean": pytest.approx(mean)}
 
 
 # ---- labels of a checkpoint --------------------------------------------------------------------

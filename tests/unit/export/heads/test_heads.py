@@ -9,15 +9,12 @@ import pytest
 import torch
 
 from cloze.export.graph.session import open_session
-from cloze.export.heads import EXPORT_HEADS
-from cloze.export.heads.embedding import EmbeddingRecipe, pool
-from cloze.export.measure.pairs import ScoredPair
+from cloze.export.heads.embedding import EmbeddingRecipe
 from cloze.export.measure.scorer import GraphScorer
 from cloze.export.model import GraphWriter, TorchScorer
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import (
     HEADS,
-    ArrayResult,
     GraphSpec,
     HeadRequest,
     Pooling,
@@ -27,18 +24,9 @@ from cloze.model_store.heads import (
     sparse_embedding,
 )
 from cloze.model_store.manifest import Graph, Precision
-from tests.support.scorers import ByHand, gate_texts
 from tests.support.tiny_models import model
 
 # ---- modules by their formula ------------------------------------------------------------------
-
-
-def test_rows_are_pooled() -> None:
-    rows = torch.tensor([[1.0, 8.0], [3.0, 2.0], [5.0, 2.0], [7.0, 0.0]])
-    assert pool(rows[None], Pooling.CLS)[0].tolist() == [1, 8]
-    assert pool(rows[None], Pooling.MEAN)[0].tolist() == [4, 3]
-    assert pool(rows[None], Pooling.MEAN_SQRT_LENGTH)[0].tolist() == [8, 6]
-    assert pool(rows[None], Pooling.MAX)[0].tolist() == [7, 8]
 
 
 # ---- mixed requests ----------------------------------------------------------------------------
@@ -155,17 +143,3 @@ def test_results_by_their_formula() -> None:
 
 
 # ---- figures of pairs --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("max_tokens", "longest"), [(64, 64), (200, 128)])
-def test_scored_pairs_are_cut_to_128_tokens(max_tokens: int, longest: int) -> None:
-    pairs = [ScoredPair("a " * 300, "b", 1.0), ScoredPair("a", "b c", 2.0)]
-    rng = np.random.default_rng(0)
-    scorers = [
-        ByHand(lambda _: {"embedding": ArrayResult(rng.standard_normal(3).astype(np.float32))})
-        for _ in range(2)
-    ]
-    texts = gate_texts(max_tokens=max_tokens, scored_pairs=pairs)
-    EXPORT_HEADS["embedding"].measure(*scorers, texts)
-    for scorer in scorers:
-        assert max(len(encoding) for encoding in scorer.encodings) == longest

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -42,18 +41,3 @@ def test_every_weight_and_size_of_an_encoder_counts(tmp_path: Path) -> None:
             assert encoder_sha256(model) != before, name
             weight.copy_(kept)
     assert encoder_sha256(model) == before
-
-
-def test_settings_of_heads_are_no_part_of_an_encoder(tmp_path: Path) -> None:
-    save("bert", "masked_lm", tmp_path)
-    model = load_checkpoint(str(tmp_path)).model
-    settings: list[dict[str, Any]] = [
-        {"pooler": False},
-        {"head_activation": "relu"},
-        {"classifier_pooling": "mean"},
-        {"legacy_lm_head": False},
-    ]
-    for others in settings:
-        changed = Model(replace(model.config, **others), ["span"])
-        changed.encoder = model.encoder
-        assert encoder_sha256(changed) == encoder_sha256(model), others

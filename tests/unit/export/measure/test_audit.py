@@ -15,7 +15,6 @@ from cloze.export.errors import DataError
 from cloze.export.measure.audit import (
     SentencePair,
     associate,
-    audit,
     preferences,
     read_stereotypes,
     shared_tokens,
@@ -24,7 +23,6 @@ from cloze.export.measure.evaluate import open_subject
 from cloze.export.measure.scorer import Subject
 from cloze.model_store.store import Store
 from tests.support import tiny
-from tests.support.scorers import ByHand, checkpoint_tokenizer
 
 CPU = torch.device("cpu")
 CLS, SEP = 2, 3
@@ -79,33 +77,12 @@ def test_preferences_are_those_of_transformers(folder: Path, subject: Subject) -
     assert preferences(subject, [SentencePair("he", "she")]).tolist() == [0.5], "nothing is shared"
 
 
-def test_the_share_has_an_interval_and_kinds_have_theirs(subject: Subject, tmp_path: Path) -> None:
-    file = tmp_path / "crows.csv"
-    rows = [f"{pair.more},{pair.less},{'gender' if n else 'age'}" for n, pair in enumerate(PAIRS)]
-    file.write_text("\n".join(["sent_more,sent_less,bias_type", *rows]))
-    figures = [each for each in audit(subject, file) if each.measure == "crows-pairs"]
-    preferred = preferences(subject, PAIRS)
-    assert [(each.group, each.count) for each in figures] == [("all", 12), ("gender", 11)]
-    whole = figures[0]
-    assert whole.value == preferred.mean()
-    margin = 1.96 * np.sqrt(whole.value * (1 - whole.value) / 12)  # the normal interval
-    assert (whole.low, whole.high) == pytest.approx(
-        (max(0, whole.value - margin), min(1, whole.value + margin)), abs=0.09
-    )
-
-
 def test_only_shared_tokens_are_scored_and_not_the_special_ones() -> None:
     more, less = [CLS, 5, 9, 6, SEP], [CLS, 5, 6, SEP]
     assert shared_tokens(more, less) == ([1, 3], [1, 2])
     # The matcher of the standard library leaves out frequent elements unless told otherwise.
     more, less = [CLS, *[7] * 250, SEP], [CLS, *[7] * 250, 8, SEP]
     assert [len(each) for each in shared_tokens(more, less)] == [250, 250]
-
-
-def test_a_model_without_a_mask_is_refused() -> None:
-    subject = Subject(ByHand(dict), checkpoint_tokenizer(mask=False), frozenset(), 16)
-    with pytest.raises(DataError, match="has no mask token"):
-        preferences(subject, PAIRS)
 
 
 def test_pairs_of_stereotypes(tmp_path: Path) -> None:
@@ -150,21 +127,6 @@ def test_the_effect_and_the_p_are_those_of_the_definition() -> None:
     assert figure.p == pytest.approx(np.mean(at_least))
     assert figure.low < figure.value < figure.high
     assert associate("", y, x, a, b).value == pytest.approx(-effect)
-
-
-def test_separate_groups_have_the_largest_effect_and_the_smallest_p() -> None:
-    x, y = np.eye(2)[[0] * 4], np.eye(2)[[1] * 4]
-    assert associate("", x, y, x, y).p == pytest.approx(1 / 70)
-    assert associate("", y, x, x, y).p == 1
-    same = associate("", x, x, x, y)
-    assert (same.value, same.low, same.high, same.p) == (0, 0, 0, 1)
-
-
-def test_the_package_has_the_lists_of_the_paper(subject: Subject) -> None:
-    figures = audit(subject)
-    assert [each.count for each in figures] == [50, 50, 32, 16, 16, 16, 12, 16]
-    assert figures[3].group == "6: men's names with career, women's names with family"
-    assert figures == audit(subject), "the draws have a seed"
 
 
 # ---- the command -------------------------------------------------------------------------------

@@ -48,11 +48,6 @@ def test_a_text_without_a_token_is_an_error() -> None:
         ids(5, "\u200b")
 
 
-def test_a_long_text_is_an_error_that_names_its_length() -> None:
-    with pytest.raises(DataError, match="file, line 1: 'the king of' has 5 tokens, the limit is 4"):
-        encode_rows([text("the king of")], TOKENIZER, 4, cut=False)
-
-
 def test_each_token_belongs_to_the_word_that_it_begins_in() -> None:
     words = ("The", "king's", "door", "\u200b", "is")  # the fourth has no token
     sentence = TaggedSentence(words, ("O",) * 5, "at")
@@ -100,12 +95,3 @@ def test_the_first_token_of_a_word_decides_its_tag() -> None:
     figures = measure_tags([row], encoded, logits(encoded, by_word), labels)
     assert figures["accuracy"] == 3 / 4, "the word that is cut off is outside"
     assert figures["entity_f1"] == 0.0
-
-
-def test_tags_that_mark_ends_are_compared_with_those_of_the_data() -> None:
-    labels = LabelSet(labels=("O", "B-X", "E-X"))
-    by_word = {THE: [1.0, 0.0, 0.0], KING: [0.0, 1.0, 0.0], DOOR: [0.0, 0.5, 1.0]}
-    row = TaggedSentence(("the", "king", "door"), ("O", "B-X", "I-X"), "at")
-    encoded = encode_rows([row], TOKENIZER, 9)
-    figures = measure_tags([row], encoded, logits(encoded, by_word), labels)
-    assert set(figures.values()) == {1.0}

@@ -1,6 +1,5 @@
 """What fine-tuning gives a text or a token as its target, and how much each label weighs."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,10 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cloze.export.errors import DataError
 from cloze.export.measure.labelled import LabelledText, TaggedSentence
 from cloze.export.measure.labels import EncodedRow
-from cloze.export.train.label_tasks import LabelRows, TagRows, read_rows, tag_targets
+from cloze.export.train.label_tasks import LabelRows, TagRows, tag_targets
 from cloze.export.train.recipe import LabelSettings, TagSettings
 from cloze.model_store.heads.label_sets import LabelSet
 from cloze.model_store.heads.sequence_classification import SequenceLabelSet
@@ -31,14 +29,6 @@ def rows_of(problem: Any, labels: list[tuple[str, ...]], weights: Any = "balance
     learnt = [_row(problem, each) for each in labels]
     names = SequenceLabelSet(labels=("x", "y", "z"), problem_type=problem)
     return LabelRows(learnt, [], names, LabelSettings(class_weights=weights), TOKENIZER)
-
-
-def test_held_out_rows_are_of_the_kind_that_is_learnt(tmp_path: Path) -> None:
-    learnt, held_out = tmp_path / "learnt.jsonl", tmp_path / "held-out.jsonl"
-    learnt.write_text('{"text": "a", "label": "x"}\n{"text": "b", "label": "y"}\n')
-    held_out.write_text('{"text": "a", "label": 1.5}\n')
-    with pytest.raises(DataError, match=r"line 1 is a text with a number, but .* with one label"):
-        read_rows([learnt], [held_out], LabelSettings(), TOKENIZER, print)
 
 
 def test_targets_of_one_label_are_its_number() -> None:

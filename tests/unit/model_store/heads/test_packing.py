@@ -15,7 +15,7 @@ from cloze.model_store.heads import (
     sparse_embedding,
 )
 from cloze.model_store.heads.head import Pooling
-from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
+from cloze.model_store.heads.masked_lm import MaskedLMRequest
 from cloze.model_store.heads.multi_vector import LateInteraction
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingRequest, sequence_rows
 from cloze.model_store.layouts import Layout
@@ -49,18 +49,6 @@ def test_a_batch_without_masks_has_no_rows_and_one_prediction() -> None:
         "target_ids": [],
     }
     assert packed(masked_lm.HEAD, MaskedLMRequest([0]), None, None)["top_k"] == [1]
-
-
-def test_a_log_probability_is_the_logit_less_the_log_sum_exp() -> None:
-    result = MaskedLMResult(
-        np.array([[3.0, 2.0], [6.0, 5.0]], np.float32),
-        np.array([[1, 2], [3, 4]]),
-        np.array([4.0, 8.0], np.float32),
-        np.array([[0.5, 9.0], [9.0, 9.0]], np.float32),
-    )
-    assert result.top_log_probabilities(0).tolist() == [-1, -2]
-    assert result.top_log_probabilities(1).tolist() == [-2, -3]
-    assert result.target_log_probability() == -3.5
 
 
 def test_vocabulary_rows_are_what_a_request_expands() -> None:
@@ -127,12 +115,6 @@ def test_positions_keep_their_weights_where_a_prompt_is_left_out() -> None:
 def test_roles_differ_in_whatever_moves_vectors(options: dict[str, Any], differ: bool) -> None:
     given: dict[str, Any] = {"dimensions": 4, "query_tokens": 8, "document_tokens": 8} | options
     assert LateInteraction(**given).roles_differ is differ
-
-
-def test_pooling_nothing_gives_arrays_without_rows() -> None:
-    none = np.zeros(0, np.int32)
-    feeds = embedding.pool(none, none, Pooling.MEAN)
-    assert feeds["pool_rows"].shape == feeds["pool_weights"].shape == (0, 1)
 
 
 def test_sparse_rows_repeat_the_first_row_of_a_shorter_sequence() -> None:

@@ -17,10 +17,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.routing import Route as Path_
 from starlette.types import Receive, Scope, Send
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from cloze.model_store import Bundle
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import ArrayResult
 from cloze.model_store.heads.masked_lm import MaskedLMResult
@@ -39,7 +36,7 @@ from cloze.service.models.served_models import ServedModel
 from cloze.service.observe.metrics import Metrics
 from cloze.service.protocols import PROTOCOLS, ProtocolContext, error_response
 from cloze.service.tasks import TASKS, Task, TaskLimits
-from tests.unit.service.tasks.model import ID, manifest
+from tests.unit.service.tasks.model import ID, bundle
 
 LIMITS = TaskLimits(
     max_tokens=12,
@@ -99,15 +96,6 @@ def _outputs(encoding: Encoding) -> HeadOutputs:
     return {name: made[name] for name in encoding.requests}
 
 
-def save_tokenizer(folder: Path) -> None:
-    backend = Backend(models.WordPiece(dict(ID), unk_token="[UNK]", max_input_chars_per_word=100))
-    backend.normalizer = normalizers.BertNormalizer()
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.decoder = decoders.WordPiece()
-    backend.add_special_tokens(["[CLS]", "[SEP]", "[MASK]"])
-    backend.save(str(folder / "tokenizer.json"))
-
-
 @dataclass
 class State:
     """The state of a server, which a test sets."""
@@ -154,16 +142,14 @@ class Service:
         tasks: dict[str, Task] = TASKS,
         callers: Callers | None = None,
     ) -> None:
-        save_tokenizer(folder)
         limits = SchedulerLimits(1, 512, 100_000, 30.0)
         self.engine = HandEngine()
         self.queues: list[Scheduler] = []
         pipelines = []
         for changes in described:
-            bundle = Bundle(manifest(**changes), folder)
             self.queues.append(Scheduler(self.engine, limits))
             self.queues[-1].start()
-            served = ServedModel(bundle, self.queues[-1], lambda: "fp32")
+            served = ServedModel(bundle(folder, **changes), self.queues[-1], lambda: "fp32")
             pipelines.append(Pipeline(served, LIMITS))
         self.state, self.scope = State(), dict[str, Any]()
         self.seen: ServedRequest

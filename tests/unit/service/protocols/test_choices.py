@@ -10,7 +10,6 @@ from cloze.service.tasks import TASKS
 from tests.unit.service.protocols.service import Service
 
 WRONG = "Neither<1>"
-LONG = "Neither" * 10_000
 
 Place = tuple[str | int, ...]
 
@@ -48,8 +47,8 @@ def put(body: Any, at: Place, value: Any) -> Any:
     return held | {name: put(held.get(name), tuple(rest), value)}
 
 
-def refusals(service: Service, value: Any) -> Iterator[tuple[str, list[Any], Any]]:
-    """Yield (route and place, what may be chosen, the answer) for a value at each choice.
+def refusals(service: Service) -> Iterator[tuple[str, list[Any], Any]]:
+    """Yield (route and place, what may be chosen, the answer) for a wrong value at each choice.
 
     The parameters of the Open Inference Protocol are those of the tasks, without a schema.
     """
@@ -65,7 +64,7 @@ def refusals(service: Service, value: Any) -> Iterator[tuple[str, list[Any], Any
             example = example | {"model": "tiny"}
         url = path.format(model="tiny.embed", version=3)
         for place, allowed in choices(content["schema"], schemas):
-            yield f"{url} {place}", allowed, service.post(url, put(example, place, value))
+            yield f"{url} {place}", allowed, service.post(url, put(example, place, WRONG))
 
     for task in TASKS.values():
         if (model := service.get(f"/v2/models/tiny.{task.name}")).status_code != 200:
@@ -77,14 +76,14 @@ def refusals(service: Service, value: Any) -> Iterator[tuple[str, list[Any], Any
         ]
         schema = task.parameters.model_json_schema()
         for place, allowed in choices(schema, schema.get("$defs", {})):
-            body = put({"inputs": inputs}, ("parameters", *place), value)
+            body = put({"inputs": inputs}, ("parameters", *place), WRONG)
             url = f"/v2/models/tiny.{task.name}/infer"
             yield f"{url} {place}", allowed, service.post(url, body)
 
 
 def test_every_route_names_a_wrong_choice(service: Service) -> None:
     places = []
-    for place, allowed, answer in refusals(service, WRONG):
+    for place, allowed, answer in refusals(service):
         places.append(place)
         assert answer.status_code in (400, 422), place
         assert f"'{WRONG}'" in answer.text, f"{place}: {answer.text}"
@@ -95,24 +94,25 @@ def test_every_route_names_a_wrong_choice(service: Service) -> None:
 
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [(7, "got 7"), (True, "got true"), (["x"], "got an array"), ({"x": "y"}, "got an object")],
+    [
+        (7, "got 7"),
+        (True, "got true"),
+        (["x"], "got an array"),
+        ({"x": "y"}, "got an object"),
+        ("\u00fcP\n", "got '\\xfcP\\n'"),
+    ],
 )
 def test_a_choice_of_another_type_is_named(service: Service, value: Any, shown: str) -> None:
-    body = {"inputs": "a", "parameters": {"long_text": value}}
-    answer = service.post("/classify", body)
+    answer = service.post("/classify", {"inputs": "a", "parameters": {"long_text": value}})
     assert answer.status_code == 422
     assert answer.json()["error"].endswith(f"'truncate' or 'window', {shown}")
 
 
 def test_a_long_choice_is_cut(service: Service) -> None:
-    for place, _, answer in refusals(service, LONG):
-        assert "'NeitherNeither" in answer.text, place
-        assert len(answer.text) < 800, place
-
-
-def test_a_choice_is_shown_as_it_was_sent(service: Service) -> None:
-    answer = service.post("/embed", {"inputs": "a", "truncation_direction": "\u00fcP\n"})
-    assert "got '\\xfcP\\n'" in answer.json()["error"]
+    body = {"inputs": "a", "truncation_direction": "Neither" * 10_000}
+    answer = service.post("/embed", body)
+    assert "'NeitherNeither" in answer.text
+    assert len(answer.text) < 800
 
 
 @pytest.mark.parametrize(

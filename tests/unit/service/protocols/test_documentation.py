@@ -9,17 +9,6 @@ import pytest
 from cloze.service.http.pages import document
 from tests.unit.service.protocols.service import Service
 
-TIMES = {
-    "x-compute-time", "x-total-time", "x-tokenization-time", "x-queue-time", "x-inference-time",
-    "x-compute-tokens", "x-truncated", "x-score-kind", "x-warning", "x-model",
-    "x-embedding-space",
-}  # fmt: skip
-VECTORS = {"x-dtype", "x-shape", "x-scale", "x-lengths"}
-PAGE = {"cache-control", "content-security-policy", "referrer-policy", "x-content-type-options"}
-BYTES = {"inference-header-content-length"}
-HEADERS = {"": set(), "T": TIMES, "V": TIMES | VECTORS, "B": TIMES | BYTES, "P": PAGE}
-HEADERS["R"] = TIMES | {"x-ranked-by"}
-
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
@@ -30,18 +19,6 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 @pytest.fixture(scope="module")
 def described(service: Service) -> dict[str, Any]:
     return document("Cloze", "1", "a server", service.routes)
-
-
-def fields(described: dict[str, Any], name: str) -> str:
-    """Return the fields of a schema, those that may be absent with their defaults."""
-    schema = described["components"]["schemas"][name]
-    required = schema.get("required", ())
-    shown = [
-        field if field in required else f"{field}={properties.get('default')}"
-        for field, properties in schema["properties"].items()
-    ]
-    more = " ..." if schema.get("additionalProperties") else ""
-    return " ".join(shown) + more
 
 
 OBJECT = {"source_sentence": "a", "sentences": ["b"]}
@@ -57,7 +34,6 @@ COHERE = {"texts": ["a", "b"], "model": "tiny", "input_type": "search_query"}
         ("POST", "/embed", {"inputs": "a"}),
         ("POST", "/embed", {"inputs": "a", "return_usage": True}),
         ("POST", "/embed_all", {"inputs": ["a", "b"]}),
-        ("POST", "/embed_sparse", {"inputs": "a"}),
         ("POST", "/similarity", {"inputs": OBJECT}),
         ("POST", "/nsp", {"inputs": {"text": "a", "next": "b"}}),
         ("POST", "/qa", {"inputs": {"question": "a", "context": "b"}}),
@@ -69,9 +45,7 @@ COHERE = {"texts": ["a", "b"], "model": "tiny", "input_type": "search_query"}
         ("POST", "/tokenize", {"inputs": "a", "other": 1}),
         ("POST", "/decode", {"ids": [5]}),
         ("POST", "/v1/embeddings", {"input": "a", "model": "tiny", "encoding_format": "base64"}),
-        ("POST", "/v2/models/{model}/infer", {"inputs": [TEXT]}),
         ("POST", "/v2/models/{model}/infer", {"inputs": [TEXT], "id": "x"}),
-        ("POST", "/v2/embed", COHERE),
         ("POST", "/v2/embed", COHERE | {"embedding_types": ["base64", "binary", "ubinary"]}),
         ("POST", "/embed", {}),
         ("POST", "/v1/embeddings", {}),

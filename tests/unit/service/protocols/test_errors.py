@@ -10,8 +10,7 @@ from starlette.requests import Request
 
 from cloze.service.errors import InvalidRequest
 from cloze.service.http.errors import ErrorInfo
-from cloze.service.protocols import error_response, openai, protocol
-from cloze.service.protocols.protocol import ErrorBody
+from cloze.service.protocols import error_response, openai
 from tests.support.records import recorded, scope_of
 
 
@@ -19,14 +18,9 @@ from tests.support.records import recorded, scope_of
     ("status", "kind"),
     [
         (400, "invalid_request_error"),
-        (401, "invalid_request_error"),
-        (422, "invalid_request_error"),
-        (424, "invalid_request_error"),
         (429, "rate_limit_error"),
         (499, "invalid_request_error"),
         (500, "server_error"),
-        (503, "server_error"),
-        (504, "server_error"),
     ],
 )
 def test_an_error_of_openai_s_protocol(status: int, kind: str) -> None:
@@ -38,11 +32,6 @@ def test_an_error_of_openai_s_protocol(status: int, kind: str) -> None:
 def test_an_unknown_model_has_a_code() -> None:
     info = ErrorInfo(404, "Validation", "model_not_found", "why")
     assert openai.error_body(info).error.code == "model_not_found"
-
-
-def test_an_error_of_the_native_protocol() -> None:
-    info = ErrorInfo(504, "Overloaded", "timeout", "why")
-    assert protocol.error_body(info) == ErrorBody("why", "Overloaded", "timeout")
 
 
 def test_the_protocol_of_a_path_writes_its_errors() -> None:

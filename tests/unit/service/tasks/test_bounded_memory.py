@@ -23,34 +23,30 @@ MOST_MB, MOST_PER_BYTE = 6, 16
 LARGE = limited(
     max_tokens=512, max_results=2 * MB, max_request_tokens=2 * MB, max_text_characters=MB
 )
-DOTS = "." * 150_000
+DOTS = "." * 100_000
 WINDOWS = {"long_text": "window", "aggregation_strategy": "first"}
 
 
 @pytest.mark.parametrize(
     ("task", "inputs", "parameters"),
     [
-        ("token-classification", [DOTS] * 4, {}),
+        ("token-classification", DOTS, {}),
         ("token-classification", DOTS, WINDOWS),
-        ("redact", DOTS, {}),
         ("qa", QaPair(question="a", context=DOTS), {}),
-        ("qa", QaPair(question="a", context=DOTS), {"long_text": "truncate"}),
         ("embed", DOTS, {"spans": [(0, 3)]}),
-        ("embed-all", [DOTS] * 4, {"return_offsets": True}),
         ("embed-all", DOTS, {"return_offsets": True, "truncation_direction": "left"}),
     ],
 )
 def test_memory_is_in_proportion_to_the_bytes(
     task: str, inputs: Any, parameters: Mapping[str, Any]
 ) -> None:
-    size = len(DOTS) * (len(inputs) if isinstance(inputs, list) else 1)
     tracemalloc.start()
     try:
         prepared(task, inputs, LARGE, **parameters)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak <= MOST_MB * MB + MOST_PER_BYTE * size
+    assert peak <= MOST_MB * MB + MOST_PER_BYTE * len(DOTS)
 
 
 def test_a_long_text_that_is_cut_reports_all_its_tokens() -> None:

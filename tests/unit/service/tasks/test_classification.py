@@ -1,14 +1,12 @@
 """Labels of texts and of tokens, next sentences and scores of texts, from outputs by hand."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from cloze.model_store.heads import ArrayResult
-from cloze.model_store.heads.label_sets import LabelSet
 from cloze.model_store.heads.masked_lm import MaskedLMResult
 from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.service.errors import InvalidRequest
@@ -18,7 +16,6 @@ from cloze.service.tasks.text_classification import TextPair
 from tests.support.refusals import refused
 from tests.unit.service.tasks.model import (
     LABELS,
-    LIMITS,
     context,
     decoded,
     ids,
@@ -29,6 +26,8 @@ from tests.unit.service.tasks.model import (
 )
 
 ELEVEN = "a b c d e f g h i j k"
+NLI = {"labels": ("contradiction", "entailment"), "problem_type": "single_label_classification"}
+TAGS = {"token_classification": {"labels": LABELS}}
 
 
 def label_outputs(*rows: list[float]) -> list[dict[str, Any]]:
@@ -42,21 +41,27 @@ def softmax(row: list[float]) -> list[float]:
 
 
 def test_labels_are_ranked_by_their_softmax() -> None:
-    request = prepared("text-classification", "the door")
-    assert tokens(request) == ["[CLS] the door [SEP]"]
-    [labels] = decoded("text-classification", request, label_outputs([1, 3, 0, 2]))
+    request = prepared("text-classification", ["the door", "a"])
+    assert tokens(request) == ["[CLS] the door [SEP]", "[CLS] a [SEP]"]
+    logits = label_outputs([1, 3, 0, 2], [2000, 0, -2000, 1])
+    labels, large = decoded("text-classification", request, logits)
     assert [one.label for one in labels] == ["B-PER", "LOC", "O", "I-PER"]
     assert [one.score for one in labels] == pytest.approx(softmax([3, 2, 1, 0]), rel=1e-5)
+    assert (large[0].label, large[0].score) == ("O", 1), "without overflow"
 
 
 def test_fewer_labels_and_other_functions() -> None:
-    logits = label_outputs([1, 3, 0, 2])
-    request = prepared("text-classification", ["the"], top_k=2, function_to_apply="sigmoid")
-    [labels] = decoded("text-classification", request, logits)
-    assert [one.label for one in labels] == ["B-PER", "LOC"]
-    assert labels[0].score == pytest.approx(1 / (1 + math.exp(-3)))
-    request = prepared("text-classification", "the", function_to_apply="none", top_k=1)
-    assert decoded("text-classification", request, logits)[0][0].score == 3
+    def labels(function: str, top_k: int) -> Any:
+        request = prepared("text-classification", "the", top_k=top_k, function_to_apply=function)
+        return decoded("text-classification", request, label_outputs([1, 3, 0, 2]))[0]
+
+    assert [one.label for one in labels("sigmoid", 2)] == ["B-PER", "LOC"]
+    assert labels("sigmoid", 1)[0].score == pytest.approx(1 / (1 + math.exp(-3)))
+    assert labels("none", 1)[0].score == 3
+    labels("none", 50)
+    for top_k in (0, 51):
+        with refused("invalid_value", 1, 50, at="top_k"):
+            labels("none", top_k)
 
 
 @pytest.mark.parametrize(
@@ -68,11 +73,9 @@ def test_fewer_labels_and_other_functions() -> None:
     ],
 )
 def test_the_function_follows_from_the_problem_type(problem: str, score: float) -> None:
-    heads = {
-        "sequence_classification": {"labels": LABELS, "problem_type": problem},
-        "token_classification": {"labels": LABELS},
-    }
-    model = context(heads=heads)
+    model = context(
+        heads=TAGS | {"sequence_classification": {"labels": LABELS, "problem_type": problem}}
+    )
     request = prepared("text-classification", "the", model)
     [labels] = decoded("text-classification", request, label_outputs([1, 3, 0, 2]), model)
     assert labels[0].score == pytest.approx(score)
@@ -91,7 +94,6 @@ def test_long_texts_are_cut_at_the_end_asked_for() -> None:
     assert (request.truncated, request.usage) == (1, [TextUsage(13, 12)])
     request = prepared("text-classification", ELEVEN, truncation_direction="left")
     assert tokens(request) == ["[CLS] b c d e f g h i j k [SEP]"]
-    assert prepared("text-classification", "a").truncated == 0
     with refused("text_too_long", 13, 12, at="inputs"):
         prepared("text-classification", ELEVEN, long_text="error")
 
@@ -127,13 +129,6 @@ def test_a_long_pair_has_no_windows() -> None:
     assert (request.truncated, request.usage) == (1, [TextUsage(13, 12)])
 
 
-def test_labels_are_limited() -> None:
-    prepared("text-classification", "a", top_k=50)
-    for top_k in (0, 51):
-        with refused("invalid_value", 1, 50, at="top_k"):
-            prepared("text-classification", "a", top_k=top_k)
-
-
 # ---- next sentence -----------------------------------------------------------------------------
 
 
@@ -149,6 +144,8 @@ def test_a_pair_has_two_labels() -> None:
     [labels] = decoded("nsp", request, pair_outputs([2, 1]))
     assert [one.label for one in labels] == ["IsNext", "NotNext"]
     assert [one.score for one in labels] == pytest.approx(softmax([2, 1]), rel=1e-5)
+    [labels] = decoded("nsp", request, pair_outputs([2000, -2000]))
+    assert [one.score for one in labels] == [1, 0]
 
 
 def test_candidates_are_ranked() -> None:
@@ -186,27 +183,22 @@ def log_probabilities(*values: float) -> list[dict[str, Any]]:
 
 
 def test_each_token_is_scored_behind_a_mask() -> None:
-    request = prepared("score", "the reds", return_usage=True)
+    request = prepared("score", ["the reds", "a"], return_usage=True)
     assert tokens(request) == [
         "[CLS] [MASK] red ##s [SEP]",
         "[CLS] the [MASK] ##s [SEP]",
         "[CLS] the red [MASK] [SEP]",
+        "[CLS] [MASK] [SEP]",
     ]
     asked = [encoding.requests["masked_lm"] for encoding in request.encodings]
-    assert [list(one.positions) for one in asked] == [[1], [2], [3]]
-    assert [list(one.targets) for one in asked] == [[i] for i in ids("the red ##s")]
-    assert (request.usage, request.truncated) == ([TextUsage(5, 5)], 0)
-    [score] = decoded("score", request, log_probabilities(-1, -2, -4))
-    assert score.score == pytest.approx(-7)
+    assert [list(one.positions) for one in asked] == [[1], [2], [3], [1]]
+    assert [list(one.targets) for one in asked] == [[i] for i in ids("the red ##s a")]
+    assert (request.usage, request.truncated) == ([TextUsage(5, 5), TextUsage(3, 3)], 0)
+    score, other = decoded("score", request, log_probabilities(-1, -2, -4, -3))
+    assert (score.score, other.score) == (pytest.approx(-7), -3)
     assert [(t.token, t.start, t.end, t.log_probability) for t in score.tokens] == [
         ("the", 0, 3, -1), ("red", 4, 7, -2), ("##s", 7, 8, -4),
     ]  # fmt: skip
-
-
-def test_a_list_of_texts_has_a_list_of_scores() -> None:
-    request = prepared("score", ["a b", "c"])
-    scores = decoded("score", request, log_probabilities(-1, -2, -4))
-    assert [one.score for one in scores] == [-3, -4]
 
 
 def test_long_texts_are_scored_as_asked() -> None:
@@ -258,11 +250,14 @@ IN = [0.1, 0.1, 0.7, 0.1]
 LOC = [0.1, 0.1, 0.1, 0.7]
 
 
-def groups(
-    text: str, rows: list[list[float]], **parameters: Any
-) -> list[tuple[str, str, int, int]]:
+def entities_of(text: str, rows: list[list[float]], **parameters: Any) -> Any:
     request = prepared("token-classification", text, **parameters)
     [entities] = decoded("token-classification", request, token_outputs(rows))
+    return entities
+
+
+def groups(text: str, rows: list[list[float]], **parameters: Any) -> list[Any]:
+    entities = entities_of(text, rows, **parameters)
     return [(e.entity_group, e.word, e.start, e.end) for e in entities]
 
 
@@ -271,19 +266,14 @@ def test_neighbours_of_one_label_are_one_entity() -> None:
         ("PER", "red door", 4, 12),
         ("LOC", "paris", 16, 21),
     ]
+    [entity] = entities_of("a b", [[0.1, 0.8, 0.05, 0.05], [0.1, 0.2, 0.6, 0.1]])
+    assert entity.score == pytest.approx(0.7, rel=1e-4), "the mean of its tokens"
 
 
 def test_b_begins_a_new_entity_and_i_may_begin_one() -> None:
     assert groups("a b c", [BEGIN, BEGIN, IN]) == [("PER", "a", 0, 1), ("PER", "b c", 2, 5)]
     assert groups("a b c", [IN, IN, LOC]) == [("PER", "a b", 0, 3), ("LOC", "c", 4, 5)]
     assert groups("a b c", [LOC, LOC, OUT]) == [("LOC", "a b", 0, 3)]
-
-
-def test_an_entity_has_the_mean_score_of_its_tokens() -> None:
-    request = prepared("token-classification", ["a b"])
-    rows = [[0.1, 0.8, 0.05, 0.05], [0.1, 0.2, 0.6, 0.1]]
-    [[entity]] = decoded("token-classification", request, token_outputs(rows))
-    assert entity.score == pytest.approx(0.7, rel=1e-4)
 
 
 def test_labels_may_be_ignored() -> None:
@@ -305,8 +295,7 @@ def test_a_word_gets_one_label(strategy: str, label: str | None) -> None:
 
 
 def test_every_token_is_a_result_if_asked() -> None:
-    request = prepared("token-classification", "the reds", aggregation_strategy="none")
-    [entities] = decoded("token-classification", request, token_outputs([OUT, BEGIN, LOC]))
+    entities = entities_of("the reds", [OUT, BEGIN, LOC], aggregation_strategy="none")
     assert [(e.entity, e.index, e.word, e.start, e.end) for e in entities] == [
         ("B-PER", 2, "red", 4, 7),
         ("LOC", 3, "##s", 7, 8),
@@ -363,23 +352,10 @@ def test_long_texts_are_cut_by_default() -> None:
 def test_contradicting_parameters(parameters: dict, code: str, at: str | None) -> None:
     with refused(code, at=at):
         prepared("token-classification", "a", **parameters)
-
-
-def test_parameters_that_agree() -> None:
     prepared("token-classification", "a", stride=0)
     prepared("token-classification", "a", stride=9, long_text="window")
 
 
-def test_large_logits_do_not_overflow() -> None:
-    pair = prepared("nsp", Pair(text="a", next="b"))
-    assert [one.score for one in decoded("nsp", pair, pair_outputs([2000, -2000]))[0]] == [1, 0]
-    text = prepared("text-classification", "a")
-    [labels] = decoded("text-classification", text, label_outputs([2000, 0, -2000, 1]))
-    assert (labels[0].label, labels[0].score) == ("O", 1)
-
-
-NLI = {"labels": ("contradiction", "entailment"), "problem_type": "single_label_classification"}
-TAGS = {"token_classification": {"labels": LABELS}}
 TWO_SETS = {
     **TAGS,
     "sequence_classification": {
@@ -403,30 +379,6 @@ def test_the_entailment_of_a_further_label_set_decides() -> None:
     [labels] = decoded(ZERO_SHOT, request, outputs, with_sets)
     assert [one.label for one in labels] == ["y", "x"]
     assert [one.score for one in labels] == pytest.approx(softmax([3, 1]), rel=1e-5)
-    request = prepared(ZERO_SHOT, "a", with_sets, candidate_labels=["x"], hypothesis_template="{}")
-    [[label]] = decoded(ZERO_SHOT, request, outputs[:1], with_sets)
-    assert label.score == pytest.approx(softmax([1, 0])[0], rel=1e-5)
-
-
-@pytest.mark.parametrize(("inputs", "parameters", "code", "figures", "at"), [
-    ("a", {"candidate_labels": ["x", "y"], "hypothesis_template": " " * 99 + "{}"},
-     "text_too_long", (101, 2, 202, 200), "hypothesis_template"),
-    ("a", {"candidate_labels": ["x" + " " * 1000]},
-     "text_too_long", (1001, 1000), "candidate_labels[0]"),
-    (["a"] * 4, {"candidate_labels": list("bcdefghijklmnopq")}, "limit_exceeded", (64, 60), None),
-    ("a b c d e f g h i j k l m n " * 3, {"candidate_labels": list("bcdefghijklmno"), "long_text": "window"},
-     "limit_exceeded", (), "inputs"),
-])  # fmt: skip
-def test_short_bodies_ask_for_little_work(
-    inputs: Any, parameters: dict[str, Any], code: str, figures: tuple[int, ...], at: str | None
-) -> None:
-    """Templates, labels and windows are counted before they are multiplied."""
-    limits = replace(LIMITS, max_request_texts=16)
-    if 1001 in figures:
-        limits = replace(limits, max_text_characters=1001)
-    with_labels = context(limits, heads=TAGS | {"sequence_classification": NLI})
-    with refused(code, *figures, at=at):
-        prepared(ZERO_SHOT, inputs, with_labels, **{"hypothesis_template": "{}"} | parameters)
 
 
 def test_thousands_of_label_sets_cost_little() -> None:
@@ -446,16 +398,12 @@ def test_without_a_name_the_first_label_set_answers() -> None:
     for named, logits in ((None, slice(0, 3)), ("mood", slice(0, 3)), ("inference", slice(3, 5))):
         request = prepared("text-classification", "a", with_sets, label_set=named)
         assert request.state.logits == logits
-    twice = TWO_SETS["sequence_classification"] | {"name": "inference"}
-    with pytest.raises(ValueError, match="several label sets need names that differ"):
-        SequenceLabels.model_validate(twice)
 
 
-def test_label_sets_lie_side_by_side_and_are_calibrated_by_name() -> None:
-    sets = SequenceLabels.model_validate(TWO_SETS["sequence_classification"])
-    assert sets.logits == 5
-    for name, expected in (("mood", (2.0, None)), ("inference", (None, 2.0))):
-        assert tuple(one.temperature for one in sets.calibrated(name, 2.0).sets) == expected
-    three = sets.model_copy(update={"further": (*sets.further, LabelSet(name="c", labels=("x",)))})
-    calibrated = three.calibrated("c", 0.5)
-    assert [one.temperature for one in calibrated.sets] == [None, None, 0.5]
+def test_label_sets_have_names_that_differ_and_are_calibrated_by_name() -> None:
+    described = TWO_SETS["sequence_classification"]
+    with pytest.raises(ValueError, match="names that differ"):
+        SequenceLabels.model_validate(described | {"name": "inference"})
+    sets = SequenceLabels.model_validate(described)
+    for name, expected in (("mood", [2.0, None]), ("inference", [None, 2.0])):
+        assert [one.temperature for one in sets.calibrated(name, 2.0).sets] == expected

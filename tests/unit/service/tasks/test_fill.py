@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from cloze.model_store.heads.masked_lm import MaskedLMResult
-from cloze.service.tasks import TASKS
 from cloze.service.tasks.task import TextUsage
 from tests.support.refusals import refused
 from tests.unit.service.tasks.model import (
@@ -56,16 +55,13 @@ def test_a_mask_is_predicted_among_the_whole_vocabulary() -> None:
     asked = request_of(request.encodings[0])
     assert (list(asked.positions), asked.top_k, list(asked.targets)) == ([2], 2, [])
     assert (request.truncated, request.usage) == (0, None)
+    assert request_of(prepared("fill-mask", "[MASK]").encodings[0]).top_k == 5, "the default"
     [predictions] = decoded("fill-mask", request, outputs(top({"red": 0.5, "old": 0.25})))
     assert [(p.token, p.token_str, p.sequence) for p in predictions] == [
         (ID["red"], "red", "the red door"),
         (ID["old"], "old", "the old door"),
     ]
     assert [p.score for p in predictions] == pytest.approx([0.5, 0.25], rel=1e-5)
-
-
-def test_five_predictions_are_the_default() -> None:
-    assert request_of(prepared("fill-mask", "[MASK]").encodings[0]).top_k == 5
 
 
 def test_several_masks_keep_the_special_tokens_and_the_other_masks() -> None:
@@ -98,9 +94,8 @@ def test_a_target_of_several_pieces_stands_for_its_first_with_a_warning() -> Non
     )
     with refused("invalid_value"):
         prepared("fill-mask", "the [MASK]", targets=[" "])
-    assert list(
-        request_of(prepared("fill-mask", "[MASK]", targets="sun").encodings[0]).targets
-    ) == ids("sun")
+    alone = prepared("fill-mask", "[MASK]", targets="sun")
+    assert list(request_of(alone.encodings[0]).targets) == ids("sun")
 
 
 def test_words_of_several_pieces_are_scored_piece_by_piece() -> None:
@@ -122,9 +117,8 @@ def test_words_of_several_pieces_are_scored_piece_by_piece() -> None:
 
 
 def test_words_at_several_masks() -> None:
-    request = prepared(
-        "fill-mask", ["[MASK] or [MASK]"], targets=["sun", "moon"], targets_as="words"
-    )
+    words = {"targets": ["sun", "moon", "SUN"], "targets_as": "words"}
+    request = prepared("fill-mask", ["[MASK] or [MASK]"], **words)
     assert [list(request_of(e).positions) for e in request.encodings] == [[1], [1], [3], [3]]
     results = [of_targets([p]) for p in (0.1, 0.2, 0.4, 0.3)]
     [masks] = decoded("fill-mask", request, outputs(*results))
@@ -140,11 +134,6 @@ def test_what_is_no_word_of_the_vocabulary_is_left_out_with_a_warning(target: st
     assert warning == f"target {target!a} is not in the vocabulary and was left out"
     with refused("invalid_value"):
         prepared("fill-mask", "the [MASK]", targets=[target], targets_as="words")
-
-
-def test_words_with_the_same_pieces_are_one() -> None:
-    request = prepared("fill-mask", "[MASK]", targets=["sun", "SUN"], targets_as="words")
-    assert len(request.encodings) == 1
 
 
 def test_an_original_has_its_probability_and_its_rank() -> None:
@@ -170,6 +159,7 @@ def test_an_original_has_its_probability_and_its_rank() -> None:
         (["[MASK]"], ["reds"], "invalid_value", "original"),
         (["[MASK]"], ["\N{SNOWMAN}"], "invalid_value", "original"),
         (["[MASK] [MASK]"], ["sun"], "invalid_value", "inputs[0]"),
+        (["[MASK]"], [""], "empty_input", "original"),
     ],
 )
 def test_originals_that_cannot_be_ranked(
@@ -181,7 +171,7 @@ def test_originals_that_cannot_be_ranked(
 
 def test_at_most_so_many_originals_are_ranked() -> None:
     wide = limited(max_request_texts=100, max_results=1000, max_request_tokens=10_000)
-    assert len(prepared("fill-mask", ["[MASK]"] * 64, wide, original=["sun"] * 64).encodings) == 64
+    prepared("fill-mask", ["[MASK]"] * 64, wide, original=["sun"] * 64)
     with refused("limit_exceeded", 64, 65, at="original"):
         prepared("fill-mask", ["[MASK]"] * 65, wide, original=["sun"] * 65)
 
@@ -217,18 +207,6 @@ def test_predictions_and_masks_are_limited_per_request() -> None:
         prepared("fill-mask", "the [MASK]", limited(max_request_tokens=1), top_k=50)
 
 
-def test_calls_that_take_long() -> None:
-    def needs_thread(**parameters: Any) -> bool:
-        task = TASKS["fill-mask"]
-        return task.needs_thread(task.parameters.model_validate(parameters))
-
-    assert not needs_thread()
-    assert not needs_thread(targets=["a"])
-    assert needs_thread(decode="beam")
-    assert needs_thread(targets=["a"], targets_as="words")
-    assert needs_thread(original="a")
-
-
 # ---- long texts: the model reads 12 tokens -----------------------------------------------------
 
 NINE = "a b c d e f g h i"
@@ -256,10 +234,11 @@ def test_a_window_has_the_masks_in_its_middle() -> None:
     assert request.usage == [TextUsage(18, 12, [(6, 30)])]
     assert text[6:30] == "d e f g h [MASK] i j k l"
     assert request.truncated == 1
-    request = prepared("fill-mask", "[MASK] " + text.replace("[MASK]", "x"), long_text="window")
+    plain = text.replace("[MASK]", "x")
+    request = prepared("fill-mask", f"[MASK] {plain}", long_text="window")
     assert tokens(request) == ["[CLS] [MASK] a b c d e f g h x [SEP]"]
-    request = prepared("fill-mask", text.replace("[MASK]", "x") + " [MASK]", long_text="window")
-    assert tokens(request) == ["[CLS] x i j k l m n o [MASK] [SEP]".replace("x", "h x")]
+    request = prepared("fill-mask", f"{plain} [MASK]", long_text="window")
+    assert tokens(request) == ["[CLS] h x i j k l m n o [MASK] [SEP]"]
 
 
 def test_masks_farther_apart_than_a_window_are_refused() -> None:
@@ -297,14 +276,7 @@ def test_words_are_limited_by_the_tokens_and_encodings_of_the_request() -> None:
         prepared("fill-mask", text, limited(max_request_tokens=35), **words)
     prepared("fill-mask", text, limited(max_results=10), **words)
     with refused("limit_exceeded", 6, 5):
-        prepared(
-            "fill-mask",
-            text,
-            limited(max_results=5),
-            targets_as="words",
-            targets=["reds", "sun"],
-            top_k=1,
-        )
+        prepared("fill-mask", text, limited(max_results=5), **words, top_k=1)
 
 
 # ---- masks filled together ---------------------------------------------------------------------
@@ -342,6 +314,8 @@ def test_left_to_right_takes_the_likeliest_token_after_the_first_mask() -> None:
 
 
 def test_a_beam_keeps_five_hypotheses_and_extends_each() -> None:
+    wider = prepared("fill-mask", "[MASK]", decode="beam", top_k=7)
+    assert request_of(wider.encodings[0]).top_k == 7
     request = prepared("fill-mask", "[MASK] [MASK]", decode="beam", top_k=1)
     assert request_of(request.encodings[0]).top_k == 5
     assert request.advance is not None
@@ -381,33 +355,12 @@ def test_the_rounds_of_joint_fillings_are_limited(
     method: str, top_k: int, need: int, results: int
 ) -> None:
     # A text of 3 tokens with [CLS] and [SEP]: 5 tokens per round and hypothesis, 2 masks.
-    text = "[MASK] [MASK] a"
-    prepared(
-        "fill-mask",
-        text,
-        limited(max_request_tokens=need, max_results=results),
-        decode=method,
-        top_k=top_k,
-    )
+    def ask(**limits: int) -> None:
+        model = limited(**{"max_request_tokens": need, "max_results": results} | limits)
+        prepared("fill-mask", "[MASK] [MASK] a", model, decode=method, top_k=top_k)
+
+    ask()
     with refused("limit_exceeded", at="inputs"):
-        prepared(
-            "fill-mask", text, limited(max_request_tokens=need - 1), decode=method, top_k=top_k
-        )
+        ask(max_request_tokens=need - 1)
     with refused("limit_exceeded", results, results - 1):
-        prepared(
-            "fill-mask",
-            text,
-            limited(max_request_tokens=need, max_results=results - 1),
-            decode=method,
-            top_k=top_k,
-        )
-
-
-def test_a_beam_is_as_wide_as_the_fillings_that_are_asked_for() -> None:
-    [encoding] = prepared("fill-mask", "[MASK]", decode="beam", top_k=7).encodings
-    assert request_of(encoding).top_k == 7
-
-
-def test_an_original_is_a_text() -> None:
-    with refused("empty_input", at="original"):
-        prepared("fill-mask", ["[MASK]"], original=[""])
+        ask(max_results=results - 1)

@@ -68,13 +68,9 @@ def test_of_equally_long_entities_the_likelier_has_the_label() -> None:
 
 def test_neighbours_are_two_names() -> None:
     assert redacted("a,b", tagged(3, {0: PER, 1: LOC})).text == "<PER_1><LOC_1>b"
-
-
-def test_neighbours_in_two_windows_are_two_names() -> None:
     windows = tagged(10, {8: LOC}), tagged(6, {1: PER})
-    assert redacted("a b c d e f g h i,k l m n", *windows).text == (
-        "a b c d e f g h <LOC_1><PER_1>k l m n"
-    )
+    result = redacted("a b c d e f g h i,k l m n", *windows)
+    assert result.text == "a b c d e f g h <LOC_1><PER_1>k l m n"
 
 
 @pytest.mark.parametrize("label", ["LOC", "loc", "a b"])
@@ -91,12 +87,9 @@ def test_a_placeholder_that_the_text_has_is_not_given_again(label: str) -> None:
 
 def test_a_word_is_replaced_whole_by_its_first_token() -> None:
     assert redacted("walked home", tagged(6, {0: PER})).text == "<PER_1> home"
-
-
-def test_an_entity_of_the_least_score_is_replaced() -> None:
     even = tagged(1)
     even["token_classification"].array[:] = [-200, 0, 0, -200]
-    assert redacted("a", even, min_score=0.5).text == "<PER_1>"
+    assert redacted("a", even, min_score=0.5).text == "<PER_1>", "of the least score"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +110,7 @@ def test_what_is_refused(parameters: dict[str, Any], code: str, at: str) -> None
 @pytest.mark.parametrize(
     ("pattern", "text", "expected"),
     [
-        ("IBAN", "to NO9386011117947", ["NO9386011117947"]),  # the shortest, 15 characters
+        ("IBAN", "to NO9386011117947", ["NO9386011117947"]),
         ("IBAN", "RU0304452522540817810538091310419", ["RU0304452522540817810538091310419"]),
         ("CARD", "4222222222222", ["4222222222222"]),  # 13 digits
         ("CARD", "a 4000000000000000006.", ["4000000000000000006"]),  # 19 digits
@@ -145,29 +138,27 @@ def library_s_phones(text: str, region: str | None) -> list[tuple[int, int]]:
     return [(match.start, match.end) for match in matches]
 
 
+def places_near_the_end_of_a_slice(found: str) -> list[tuple[int, str]]:
+    return [
+        (before, "a " * (before // 2) + " " * (before % 2) + found)
+        for before in range(SLICE - len(found) - 2, SLICE + 3)
+    ]
+
+
 @pytest.mark.parametrize("number", ["+49 30 123456", "(030) 123456 ext. 7", "++((((030 123456"])
 def test_a_number_at_the_end_of_a_slice_is_found(number: str) -> None:
-    for before in range(SLICE - len(number) - 2, SLICE + 3):
-        text = "a " * (before // 2) + " " * (before % 2) + number + " b"
-        places = library_s_phones(text, "DE")
+    for _, text in places_near_the_end_of_a_slice(number):
+        places = library_s_phones(f"{text} b", "DE")
         assert len(places) == 1
-        assert list(find(text, "PHONE", "DE")) == places
+        assert list(find(f"{text} b", "PHONE", "DE")) == places
 
 
-PARTS = [
-    "+49 30 123456",
-    "030 123456",
-    "0301234567/030 765432",
-    "2012-01-02 08",
-    ":30",
-    "1",
-    " x12",
-]
+PARTS = ["+49 30 123456", "030 123456", "0301234567/030 765432", "2012-01-02 08", ":30", "1"]
 PARTS += ["12(3): 211-227 (2003)", "3/10/2011", "(", "+", "/x", " - ", "a", "\n", "$", "\u0663" * 9]
-PARTS += ["1" * 25, "5 " * 30, " ext. 123456", "#", "(650) 223 3345 (754) 223 3321"]
+PARTS += ["1" * 25, "5 " * 30, " ext. 123456", "#", "(650) 223 3345 (754) 223 3321", " x12"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=st.lists(st.sampled_from(PARTS), max_size=12).map("".join))
 def test_numbers_are_those_of_the_library(text: str) -> None:
     for region in ("DE", "US", None):
@@ -182,8 +173,7 @@ def test_a_candidate_has_a_longest_length() -> None:
 
 def test_an_address_at_the_end_of_a_slice_is_found() -> None:
     address = "ada.lovelace@example.org"
-    for before in range(SLICE - len(address) - 2, SLICE + 3):
-        text = "a " * (before // 2) + " " * (before % 2) + address + ", b"
-        assert list(find(text, "EMAIL")) == [(before, before + len(address))]
+    for before, text in places_near_the_end_of_a_slice(address):
+        assert list(find(f"{text}, b", "EMAIL")) == [(before, before + len(address))]
     alone = "a" * (2 * SLICE) + "@example.org"
     assert list(find(alone, "EMAIL")) == [(0, len(alone))]

@@ -18,7 +18,6 @@ from tests.support.refusals import refused
 from tests.unit.service.tasks.model import (
     CONTEXT,
     ID,
-    MASK,
     context,
     decoded,
     ids,
@@ -31,24 +30,27 @@ from tests.unit.service.tasks.model import (
 LONG = "a b c d e f g h i j k"  # 13 tokens; the model reads 12, embeddings read 10
 
 
+def compared(source: str, *sentences: str) -> SimilarityInputs:
+    return SimilarityInputs(source_sentence=source, sentences=list(sentences))
+
+
 @pytest.mark.parametrize(
     ("task", "inputs", "name"),
     [
         ("text-classification", "", "inputs"),
-        ("text-classification", ["a", ""], "inputs[1]"),
-        ("text-classification", TextPair(text="", text_pair="a"), "inputs.text"),
         ("text-classification", [TextPair(text="a", text_pair="")], "inputs[0].text_pair"),
+        ("token-classification", ["a", ""], "inputs[1]"),
         ("nsp", Pair(text="", next="a"), "inputs.text"),
-        ("nsp", [Pair(text="a", next="")], "inputs[0].next"),
         ("nsp", Candidates(text="a", candidates=["a", ""]), "inputs.candidates[1]"),
         ("score", ["a", ""], "inputs[1]"),
-        ("score", "", "inputs"),
         ("fill-mask", ["[MASK]", ""], "inputs[1]"),
-        ("fill-mask", "", "inputs"),
-        ("embed", ["a", ""], "inputs[1]"),
+        ("embed", ["a", []], "inputs[1]"),
         ("embed-all", ["a", ""], "inputs[1]"),
         ("embed-sparse", ["a", ""], "inputs[1]"),
+        ("qa", QaPair(question="", context="a"), "inputs.question"),
         ("qa", [QaPair(question="a", context="")], "inputs[0].context"),
+        ("similarity", compared("", "a"), "inputs.source_sentence"),
+        ("similarity", compared("a", "a", ""), "inputs.sentences[1]"),
     ],
 )
 def test_an_empty_text_is_named(task: str, inputs: Any, name: str) -> None:
@@ -57,32 +59,34 @@ def test_an_empty_text_is_named(task: str, inputs: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "inputs"),
+    ("task", "text"),
     [
-        ("text-classification", ["a"] * 5),
-        ("nsp", [Pair(text="a", next="b")] * 5),
-        ("nsp", Candidates(text="a", candidates=["b"] * 5)),
-        ("score", ["a"] * 5),
-        ("fill-mask", ["[MASK]"] * 5),
-        ("embed", ["a"] * 5),
-        ("embed-all", ["a"] * 5),
-        ("embed-sparse", ["a"] * 5),
-        ("token-classification", ["a"] * 5),
-        ("qa", [QaPair(question="a", context="b")] * 5),
+        *((task, "[MASK]") for task in ("text-classification", "token-classification")),
+        *((task, "[MASK]") for task in ("embed", "embed-all", "embed-sparse", "fill-mask")),
+        ("nsp", Pair(text="a", next="b")),
+        ("qa", QaPair(question="a", context="b")),
+        ("score", "a"),
     ],
 )
-def test_texts_are_limited(task: str, inputs: Any) -> None:
-    is_of_one = isinstance(inputs, Candidates)
-    with refused("limit_exceeded", 5, 4, at="inputs.candidates" if is_of_one else "inputs"):
-        prepared(task, inputs)
-    fewer = inputs[:4] if isinstance(inputs, list) else Candidates(text="a", candidates=["b"] * 4)
-    prepared(task, fewer)
+def test_texts_are_limited(task: str, text: Any) -> None:
+    prepared(task, [text] * 4)
+    with refused("limit_exceeded", 5, 4, at="inputs"):
+        prepared(task, [text] * 5)
+
+
+def test_texts_that_are_compared_are_limited() -> None:
+    prepared("nsp", Candidates(text="a", candidates=["b"] * 4))
+    with refused("limit_exceeded", 5, 4, at="inputs.candidates"):
+        prepared("nsp", Candidates(text="a", candidates=["b"] * 5))
+    prepared("similarity", compared("a", "b", "c", "d"))
+    with refused("limit_exceeded", 4, 3, at="inputs.sentences"):
+        prepared("similarity", compared("a", "b", "c", "d", "e"))
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_task_takes_an_empty_list_for_no_text(task: str) -> None:
     """Only the task says that a list is empty: validation accepts the list."""
-    inputs = SimilarityInputs(source_sentence="a", sentences=[]) if task == "similarity" else []
+    inputs = compared("a") if task == "similarity" else []
     place = "inputs.sentences" if task == "similarity" else "inputs"
     with refused("empty_input", at=place):
         prepared(task, inputs)
@@ -111,7 +115,7 @@ def test_cut_texts_are_counted() -> None:
 
 
 def test_compared_texts_that_are_cut_are_counted() -> None:
-    inputs = SimilarityInputs(source_sentence=LONG, sentences=["a", LONG])
+    inputs = compared(LONG, "a", LONG)
     for details in (True, False):
         request = prepared("similarity", inputs, details=details, return_usage=True)
         assert request.truncated == 2
@@ -145,10 +149,8 @@ def test_spans_are_scaled_or_cut_as_whole_vectors_are() -> None:
         ("text-classification", ["a", "b"], {}, 2),  # one row per sequence
         ("text-classification", LONG, {"long_text": "window"}, 2),
         ("nsp", Pair(text="a", next="b"), {}, 1),
-        ("embed", ["a", "b"], {}, 2),
         ("embed", "a", {"layers": "concat-last-four"}, 4),
         ("embed-all", ["a", "b c"], {}, 3 + 4),  # one row per token
-        ("token-classification", ["a", "b c"], {}, 3 + 4),
         ("qa", QaPair(question="a", context="b c"), {"top_k": 2}, 6 + 2),
         ("embed-sparse", ["a", "b"], {"top_k": 3}, 6),
         ("fill-mask", ["[MASK]", "[MASK] a [MASK]"], {"top_k": 2}, 6),  # one row per prediction
@@ -185,30 +187,33 @@ def test_no_mask_has_more_predictions_than_the_vocabulary_has_tokens() -> None:
         prepared("fill-mask", "[MASK]", wide, top_k=len(ID) + 1)
 
 
-def test_only_some_tasks_take_long() -> None:
-    for name, task in TASKS.items():
-        if name != "fill-mask":
-            assert task.needs_thread(task.parameters()) == (
-                name in ("score", "zero-shot-classification")
-            ), name
-    assert TASKS["embed"].needs_thread(TASKS["embed"].parameters(spans=[(0, 1)]))
-    assert TASKS["redact"].needs_thread(TASKS["redact"].parameters(patterns=["EMAIL"]))
+@pytest.mark.parametrize(
+    ("task", "parameters"),
+    [
+        ("embed", {"spans": [(0, 1)]}),
+        ("redact", {"patterns": ["EMAIL"]}),
+        ("fill-mask", {"decode": "beam"}),
+        ("fill-mask", {"targets": ["a"], "targets_as": "words"}),
+        ("fill-mask", {"original": "a"}),
+    ],
+)
+def test_only_some_requests_take_long(task: str, parameters: dict[str, Any]) -> None:
+    for name, one in TASKS.items():
+        takes_long = name in ("score", "zero-shot-classification")
+        assert one.needs_thread(one.parameters()) == takes_long, name
+    fill = TASKS["fill-mask"]
+    assert not fill.needs_thread(fill.parameters(targets=["a"]))
+    assert TASKS[task].needs_thread(TASKS[task].parameters.model_validate(parameters))
 
 
 @pytest.mark.parametrize(
     ("task", "inputs", "parameters"),
     [
-        ("fill-mask", ["[MASK]", "[MASK]"], {}),
-        ("fill-mask", ["[MASK]", "[MASK]"], {"decode": "beam"}),
-        ("fill-mask", ["[MASK]"], {"targets": ["reds", "a"], "targets_as": "words"}),
-        ("fill-mask", ["[MASK]"], {"original": ["a"]}),
         ("score", ["a", "b"], {}),
         ("embed", ["a", LONG], {"long_text": "window"}),
         ("embed-all", ["a", "b"], {}),
-        ("embed-sparse", ["a", "b"], {}),
         ("nsp", [Pair(text="a", next="b"), Pair(text="b", next="a")], {}),
-        ("qa", [QaPair(question="a", context="b"), QaPair(question="a", context=LONG)], {}),
-        ("similarity", SimilarityInputs(source_sentence="a", sentences=["b"]), {}),
+        ("similarity", compared("a", "b"), {}),
         ("text-classification", ["a", TextPair(text="a", text_pair="b"), LONG], {}),
         ("text-classification", ["a", LONG], {"long_text": "window"}),
         ("token-classification", ["a", LONG], {"long_text": "window"}),
@@ -225,41 +230,6 @@ def test_each_encoding_asks_the_head_of_the_task(
 # ---- what each task returns for several texts --------------------------------------------------
 
 
-def test_scores_of_windows_are_per_text() -> None:
-    request = prepared(
-        "text-classification", [LONG, "a", LONG], long_text="window", function_to_apply="none"
-    )
-    name = "sequence_classification"
-    rows = [[2, 0, 0, 0], [4, 0, 0, 0], [5, 0, 0, 0], [6, 0, 0, 0], [8, 0, 0, 0]]
-    outputs = [{name: ArrayResult(np.array(row, np.float32))} for row in rows]
-    results = decoded("text-classification", request, outputs)
-    assert [labels[0].score for labels in results] == [3, 5, 7]
-    plain = prepared("text-classification", ["a", "b"], function_to_apply="none")
-    results = decoded("text-classification", plain, outputs[:2])
-    assert [labels[0].score for labels in results] == [2, 4]
-
-
-def test_the_scores_of_each_text_add_up_to_one() -> None:
-    name = "sequence_classification"
-    request = prepared("text-classification", ["a", "b"])
-    rows = np.array([[1, 2, 3, 4], [9, 0, 0, 0]], np.float32)
-    outputs = [{name: ArrayResult(row)} for row in rows]
-    for labels, row in zip(decoded("text-classification", request, outputs), rows, strict=True):
-        assert sum(label.score for label in labels) == pytest.approx(1)
-        assert labels[0].score == pytest.approx(np.exp(row.max()) / np.exp(row).sum())
-
-
-def test_vectors_of_windows_are_per_text() -> None:
-    request = prepared("embed", [LONG, "a"], long_text="window", normalize=False)
-    assert list(map(len, request.encodings)) == [10, 7, 3]
-    rows = ([17, 0, 0, 0], [0, 17, 0, 0], [1, 2, 3, 4])
-    outputs = [{"embedding": ArrayResult(np.array(row, np.float32))} for row in rows]
-    np.testing.assert_allclose(
-        decoded("embed", request, outputs), [[10, 7, 0, 0], [1, 2, 3, 4]], rtol=1e-6
-    )
-    assert all(list(e.requests) == ["embedding"] for e in request.encodings)
-
-
 def test_windows_of_all_texts_are_limited_together() -> None:
     texts = [LONG, LONG]  # two windows of 12, then two of 10 tokens per text
     for task, need in (("text-classification", 48), ("embed", 40)):
@@ -268,55 +238,28 @@ def test_windows_of_all_texts_are_limited_together() -> None:
             prepared(task, texts, limited(max_request_tokens=need - 1), long_text="window")
 
 
-def test_windows_of_a_text_keep_to_the_place_where_it_ends() -> None:
-    for task in ("text-classification", "embed"):
-        whole = LONG[: 2 * (10 if task == "text-classification" else 8) - 1]
-        request = prepared(task, whole, long_text="window", return_usage=True)
-        assert len(request.encodings) == 1
-        assert request.usage is not None
-        assert request.usage[0].windows is None
-
-
 def test_each_pair_has_its_texts_even_if_they_repeat() -> None:
     pairs = [Pair(text="a", next="b"), Pair(text="a", next="c"), Pair(text="b", next="a")]
     request = prepared("nsp", pairs)
-    assert tokens(request) == [
-        "[CLS] a [SEP] b [SEP]",
-        "[CLS] a [SEP] c [SEP]",
-        "[CLS] b [SEP] a [SEP]",
-    ]
+    assert tokens(request) == [f"[CLS] {one.text} [SEP] {one.next} [SEP]" for one in pairs]
     rows = ([1, 0], [0, 1], [3, 0])
     outputs = [{"next_sentence": ArrayResult(np.array(r, np.float32))} for r in rows]
-    assert [labels[0].score > 0.5 for labels in decoded("nsp", request, outputs)] == [
-        True, False, True,
-    ]  # fmt: skip
-
-
-def test_candidates_of_equal_score_keep_their_order() -> None:
+    scores = [labels[0].score > 0.5 for labels in decoded("nsp", request, outputs)]
+    assert scores == [True, False, True]
     request = prepared("nsp", Candidates(text="a", candidates=["b", "c"]))
     outputs = [{"next_sentence": ArrayResult(np.zeros(2, np.float32))}] * 2
-    assert [one.index for one in decoded("nsp", request, outputs)] == [0, 1]
+    assert [one.index for one in decoded("nsp", request, outputs)] == [0, 1], "of equal score"
 
 
-def test_targets_and_originals_of_equal_score_keep_their_order() -> None:
+@pytest.mark.parametrize("targets_as", ["tokens", "words"])
+def test_targets_of_equal_score_keep_their_order(targets_as: str) -> None:
+    targets = ["sun", "a", "red"]
+    request = prepared("fill-mask", "[MASK]", targets=targets, targets_as=targets_as)
     nothing = np.zeros((1, 0), np.float32)
-    logits = np.zeros((1, 3), np.float32)
+    logits = np.zeros((1, 3 // len(request.encodings)), np.float32)
     result = MaskedLMResult(nothing, nothing.astype(int), np.ones(1, np.float32), logits)
-    for targets_as in ("tokens", "words"):
-        request = prepared(
-            "fill-mask", "[MASK]", targets=["sun", "a", "red"], targets_as=targets_as
-        )
-        outputs = [{"masked_lm": result}] * len(request.encodings)
-        if targets_as == "words":
-            one = MaskedLMResult(nothing, nothing.astype(int), result.logsumexp, logits[:, :1])
-            outputs = [{"masked_lm": one}] * 3
-        words = [p.token_str for p in decoded("fill-mask", request, outputs)[0]]
-        assert words == ["sun", "a", "red"], targets_as
-    whole = np.zeros((1, len(ID)), np.float32)
-    request = prepared("fill-mask", "[MASK]", original="sun", top_k=1)
-    result = MaskedLMResult(nothing + 1, np.array([[MASK]]), np.ones(1, np.float32), whole)
-    result = MaskedLMResult(np.ones((1, 1), np.float32), result.top_ids, result.logsumexp, whole)
-    assert decoded("fill-mask", request, [{"masked_lm": result}])[0].original.rank == 1
+    outputs = [{"masked_lm": result}] * len(request.encodings)
+    assert [p.token_str for p in decoded("fill-mask", request, outputs)[0]] == targets
 
 
 def test_each_original_belongs_to_its_text() -> None:
@@ -379,37 +322,6 @@ def test_inputs_of_a_body(task: str, accepted: list[Any], refused: list[Any]) ->
     for body in refused:
         with pytest.raises(ValidationError):
             adapter.validate_python(body)
-
-
-@pytest.mark.parametrize(
-    ("task", "field", "values"),
-    [
-        ("embed", "pooling", ["cls", "mean", "max"]),
-        ("embed", "long_text", ["error", "truncate", "window"]),
-        ("embed", "encoding_format", ["float", "base64"]),
-        ("embed-all", "long_text", ["error", "truncate"]),
-        ("embed-all", "truncation_direction", ["left", "right", "Left"]),
-        ("fill-mask", "long_text", ["error", "truncate", "window"]),
-        ("fill-mask", "decode", ["independent", "left-to-right", "beam"]),
-        ("fill-mask", "targets_as", ["tokens", "words"]),
-        ("nsp", "long_text", ["error", "truncate"]),
-        ("qa", "long_text", ["error", "truncate", "window"]),
-        ("score", "long_text", ["error", "truncate", "window"]),
-        ("text-classification", "long_text", ["error", "truncate", "window"]),
-        ("text-classification", "function_to_apply", ["sigmoid", "softmax", "none"]),
-        ("token-classification", "aggregation_strategy", ["none", "simple", "first", "average"]),
-        ("token-classification", "aggregation_strategy", ["max"]),
-        ("token-classification", "long_text", ["error", "truncate", "window"]),
-        ("embed", "layers", ["first", "second-to-last", "last", "sum-last-four", "sum-all"]),
-        ("embed", "layers", ["concat-last-four"]),
-    ],
-)
-def test_choices_of_a_parameter(task: str, field: str, values: list[str]) -> None:
-    model = TASKS[task].parameters
-    for value in values:
-        model.model_validate({field: value})
-    with pytest.raises(ValidationError):
-        model.model_validate({field: "other"})
 
 
 def test_parameters_that_are_left_out_have_no_value() -> None:

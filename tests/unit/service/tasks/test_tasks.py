@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 from cloze.service.tasks import TASKS, rerank, token_ids
 from cloze.service.tasks.nsp import Candidates, Pair
 from cloze.service.tasks.similarity import SimilarityInputs
-from cloze.service.tasks.task import PreparedRequest, Task, TaskLimits
+from cloze.service.tasks.task import Task, TaskLimits
 from tests.unit.service.tasks.model import context
 
 LABELLED = {"labels": ["a", "b", "c"], "problem_type": "single_label_classification"}
@@ -30,46 +30,14 @@ WIDE = context(
 )
 
 
-def test_names_routes_and_fields_on_the_wire() -> None:
-    """Clients depend on these names; a change is a change of the API."""
-    assert {name: (task.route, task.own_fields) for name, task in TASKS.items()} == {
-        "fill-mask": ("/fill-mask", ()),
-        "score": ("/score", ()),
-        "nsp": ("/nsp", ("next", "candidates")),
-        "embed": ("/embed", ()),
-        "embed-all": ("/embed_all", ()),
-        "embed-sparse": ("/embed_sparse", ()),
-        "similarity": ("/similarity", ("source_sentence",)),
-        "text-classification": ("/classify", ("text_pair",)),
-        "token-classification": ("/token-classification", ()),
-        "qa": ("/qa", ("question",)),
-        "redact": ("/redact", ()),
-        "zero-shot-classification": ("/zero-shot-classification", ()),
-    }
-    assert all(task.name == name for name, task in TASKS.items())
-    assert {name for name, task in TASKS.items() if task.vectors} == {"embed", "embed-all"}
-
-
-def test_a_request_has_at_most_2048_texts() -> None:
-    assert WIDE.limits.max_request_texts == 2048
-
-
-def test_a_prepared_request_says_what_was_not_asked_for() -> None:
-    request = PreparedRequest([], None)
-    assert (request.answer_rows, request.truncated, request.warnings) == (0, 0, ())
-    assert (request.usage, request.advance) == (None, None)
-
-
 @pytest.mark.parametrize(
     ("task", "inputs", "texts"),
     [
         (TASKS["embed"], [5, 6, 7], 1),  # the ids of one text
         (TASKS["embed"], ["a", [5, 6]], 2),
-        (TASKS["fill-mask"], ["[MASK]", "a [MASK]"], 2),
         (TASKS["nsp"], Candidates(text="a", candidates=["a", "the"]), 3),
         (TASKS["nsp"], [Pair(text="a", next="the")], 1),
         (TASKS["similarity"], SimilarityInputs(source_sentence="a", sentences=["a", "the"]), 3),
-        (TASKS["text-classification"], ["a", "the"], 2),
         (token_ids.TOKENIZE, ["a", "the", "a"], 3),
         (token_ids.DECODE, [5, 6], 1),
         (rerank.TASK, rerank.RerankInputs(query="a", texts=["a", "the", "a"]), 3),

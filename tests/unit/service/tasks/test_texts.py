@@ -2,7 +2,6 @@
 
 import pytest
 
-from cloze.service.errors import EmptyRequest
 from cloze.service.tasks.task import INPUTS
 from cloze.service.tasks.texts import TruncationParameters
 from cloze.service.tasks.wire import check_range
@@ -16,8 +15,6 @@ from tests.unit.service.tasks.model import LIMITS
         ({}, "truncate"),
         ({"truncate": True}, "truncate"),
         ({"truncate": False}, "error"),
-        ({"long_text": "error"}, "error"),
-        ({"long_text": "truncate"}, "truncate"),
         ({"long_text": "error", "truncate": False}, "error"),
         ({"long_text": "truncate", "truncate": True}, "truncate"),
     ],
@@ -33,29 +30,16 @@ def test_contradicting_parameters_are_refused(truncate: bool, long_text: str) ->
         _ = parameters.rule().choice
 
 
-def test_the_side_to_cut() -> None:
-    assert TruncationParameters().rule().side is None, "the model's"
-    assert TruncationParameters(truncation_direction="Right").rule().side == "right"
-    assert TruncationParameters(truncation_direction="LEFT").rule().side == "left"
-
-
 def test_one_input_or_a_list() -> None:
-    assert LIMITS.checked("a") == [(INPUTS, "a")]
+    assert LIMITS.checked("a" * 200) == [(INPUTS, "a" * 200)]
     assert LIMITS.checked([5, 6]) == [(INPUTS, [5, 6])]  # the token ids of one text
     assert LIMITS.checked(["a"] * 4) == [(INPUTS.below(index), "a") for index in range(4)]
     assert str(LIMITS.checked([[5], [6]])[1][0]) == "inputs[1]"
-    with pytest.raises(EmptyRequest):
-        LIMITS.checked([])
-    with refused("limit_exceeded", 5, 4, at="inputs"):
-        LIMITS.checked(["a"] * 5)
+    with refused("text_too_long", 201, 200, at="inputs"):
+        LIMITS.checked("a" * 201, INPUTS)
 
 
 def test_limits_are_inclusive() -> None:
-    LIMITS.checked("a" * 200, INPUTS)
-    with refused("text_too_long", 201, 200, at="inputs"):
-        LIMITS.checked("a" * 201, INPUTS)
-    with refused("empty_input", at="inputs"):
-        LIMITS.checked("", INPUTS)
     LIMITS.check_results(60, "the texts need")
     with refused("limit_exceeded", 61, 60):
         LIMITS.check_results(61, "the texts need")

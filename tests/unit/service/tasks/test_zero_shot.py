@@ -86,8 +86,12 @@ def test_scores_and_tokens_of_a_request_are_limited() -> None:
     asked(texts, labels, limited(max_request_tokens=36))  # 6 pairs of 6 tokens
     with refused("limit_exceeded", 36, 35, at="inputs[1]"):
         asked(texts, labels, limited(max_request_tokens=35))
-    # A text is cut before its tokens count.
-    asked("a b c d e f g h i j k l m", labels, limited(max_request_tokens=36))
+    # A text is cut before its tokens count, and divided before they do.
+    long = "a b c d e f g h i j k l m"
+    asked(long, labels, limited(max_request_tokens=36))
+    asked(long, labels, limited(max_request_tokens=72), long_text="window")  # 6 pairs of 12
+    with refused("limit_exceeded", 72, 71, at="inputs"):
+        asked(long, labels, limited(max_request_tokens=71), long_text="window")
 
 
 def test_labels_and_templates_are_limited() -> None:

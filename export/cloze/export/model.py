@@ -18,7 +18,7 @@ from cloze.export.graph.linear_ops import Fp16, InputScale, Int8, LinearOps
 from cloze.export.graph.trunk import PackedTrunk, TrunkGraph
 from cloze.export.heads import EXPORT_HEADS
 from cloze.export.heads.embedding import EmbeddingRecipe
-from cloze.export.heads.head import HeadGraph, HeadSetup, flat_rows
+from cloze.export.heads.head import HeadBatch, HeadGraph, HeadSetup, flat_rows
 from cloze.export.heads.masked_lm import MaskedLMHead
 from cloze.model_store.adapter_section import HIDDEN, HIDDEN_ROWS
 from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs, PackedBatch
@@ -155,8 +155,8 @@ def torch_outputs(
         module = head_module(model, recipe, name)
         if module is None:
             continue
-        requests = batch.requests.get(name, nothing)
-        reference = export_head.reference(module, states, requests, batch.placement)
+        asked = HeadBatch(states, batch.requests.get(name, nothing), batch.placement)
+        reference = export_head.reference(module, asked)
         outputs |= {output: values.cpu().numpy() for output, values in reference.items()}
     return outputs
 

@@ -1,6 +1,5 @@
 """Embeddings of texts, tokens and layers. Their recipe is the module: poolings, graphs, figures."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
@@ -14,9 +13,11 @@ from cloze.export.graph.builder import GraphBuilder
 from cloze.export.heads.embedding_steps import Step
 from cloze.export.heads.head import (
     ExportHead,
+    HeadBatch,
     HeadGraph,
     SampleSizes,
     compared,
+    cosines,
     figure,
     mean_cosine,
     token_rows,
@@ -27,7 +28,7 @@ from cloze.export.measure.texts import GateTexts
 from cloze.model_store.heads import Pooling, embedding, layer_embedding, token_embedding
 from cloze.model_store.heads.embedding import EmbeddingRequest
 from cloze.model_store.heads.layer_embedding import LayerEmbeddingRequest
-from cloze.model_store.layouts import Layout, Placement
+from cloze.model_store.layouts import Layout
 
 _PAIR_TOKENS = 128
 
@@ -177,29 +178,21 @@ def _pool_packed(recipe: EmbeddingRecipe, graph: HeadGraph) -> str:
     return g.op("Squeeze", [g.op("MatMul", [weights, sequences]), axis])
 
 
-def _reference(
-    recipe: EmbeddingRecipe, states: Tensor, requests: Sequence[Any], placement: Placement
-) -> dict[str, Tensor]:
-    rows = states[-1]
-    starts = placement.starts.tolist()
+def _reference(recipe: EmbeddingRecipe, batch: HeadBatch) -> dict[str, Tensor]:
     pooled = [
-        recipe.pool(rows[None, starts[i] : starts[i + 1]], getattr(request, "first", 0))
-        for i, request in enumerate(requests)
-        if request is not None
+        recipe.pool(batch.rows[None, own], getattr(request, "first", 0))
+        for own, request in batch.asked()
     ]
-    no_rows = rows.new_zeros(0, recipe.dimensions(rows.shape[1]))
+    no_rows = batch.rows.new_zeros(0, recipe.dimensions(batch.rows.shape[1]))
     return {embedding.EMBEDDINGS.name: torch.cat([*pooled, no_rows])}
 
 
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
     """Return the cosines of both models' embeddings, and with scored pairs the change of STS."""
-    cosines = []
-    for one, other in compared((checkpoint, graph), embedding.HEAD.name, texts.sentences()):
-        with np.errstate(invalid="ignore"):  # a vector of zeros gives NaN, and NaN fails the gate
-            cosines.append((one @ other) / (np.linalg.norm(one) * np.linalg.norm(other)))
+    agreement = cosines(compared((checkpoint, graph), embedding.HEAD.name, texts.sentences()))
     figures = {
-        "embedding_cosine_mean": float(np.mean(cosines)),
-        "embedding_cosine_least": float(np.min(cosines)),
+        "embedding_cosine_mean": float(agreement.mean()),
+        "embedding_cosine_least": float(agreement.min()),
     }
     if texts.scored_pairs:
         tokens = min(_PAIR_TOKENS, texts.max_tokens)
@@ -234,18 +227,13 @@ def _write_tokens(_: Any, graph: HeadGraph) -> None:
     graph.output(rows, token_embedding.TOKEN_EMBEDDINGS, H=graph.config.hidden_size)
 
 
-def _reference_tokens(
-    _: Any, states: Tensor, requests: Sequence[Any], placement: Placement
-) -> dict[str, Tensor]:
-    rows = states[-1]
-    return {token_embedding.TOKEN_EMBEDDINGS.name: rows[token_rows(requests, placement)]}
-
-
 TOKEN_EMBEDDING: Final = ExportHead(
     head=token_embedding.HEAD,
     module=None,
     write=_write_tokens,
-    reference=_reference_tokens,
+    reference=lambda _, batch: {
+        token_embedding.TOKEN_EMBEDDINGS.name: batch.rows[token_rows(batch)]
+    },
     measure=figure("token_embedding_cosine_mean", token_embedding.HEAD, mean_cosine),
     limits={"token_embedding_cosine_mean": 0.98},
 )
@@ -279,15 +267,12 @@ def _write_layers(_: Any, graph: HeadGraph) -> None:
     graph.output(largest, layer_embedding.LAYER_MAXIMA, H=size)
 
 
-def _reference_layers(
-    _: Any, states: Tensor, requests: Sequence[LayerEmbeddingRequest | None], placement: Placement
-) -> dict[str, Tensor]:
-    starts, size = placement.starts.tolist(), states.shape[2]
+def _reference_layers(_: Any, batch: HeadBatch) -> dict[str, Tensor]:
+    states, size = batch.states, batch.states.shape[2]
     sums, maxima = [states.new_zeros(0, size)], [states.new_zeros(0, size)]
-    for i, request in enumerate(requests):
-        for layers in request.vectors if request is not None else ():
-            assert request is not None
-            own = states[:, starts[i] : starts[i + 1]]  # [N, S, H]
+    for rows, request in batch.asked():
+        for layers in request.vectors:
+            own = states[:, rows]  # [N, S, H]
             total = torch.stack([own[layer] * weight for layer, weight in layers.items()]).sum(0)
             # For max pooling, the weights of all rows are 0.
             is_max = request.pooling is Pooling.MAX

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -134,6 +135,30 @@ def write_activated(
 
 
 @dataclass(frozen=True, slots=True)
+class HeadBatch:
+    """The hidden states of a batch, and what the batch asks of one head.
+
+    Attributes:
+        states: [N, T, H], the embeddings and the output of each layer.
+        requests: the request of each sequence; None if the sequence does not ask the head.
+    """
+
+    states: Tensor
+    requests: Sequence[Any]
+    placement: Placement
+
+    @property
+    def rows(self) -> Tensor:
+        """The output [T, H] of the last layer."""
+        return self.states[-1]
+
+    def asked(self) -> list[tuple[slice, Any]]:
+        """Return the rows of each sequence that asks the head, and its request."""
+        sequences = zip(pairwise(self.placement.starts.tolist()), self.requests, strict=True)
+        return [(slice(*rows), request) for rows, request in sequences if request is not None]
+
+
+@dataclass(frozen=True, slots=True)
 class SampleSizes:
     """The sizes that a sample request must keep to.
 
@@ -157,8 +182,7 @@ class ExportHead:
         of_family: whether the head's tensors are among those that the families name.
         write_keys: (module, trunk) -> None; sets `TrunkGraph.keys` before the trunk is written.
         write: (module, graph) -> None; writes the head into the graph.
-        reference: (module, hidden states [N, T, H] of the embeddings and of each layer, requests,
-            placement) -> the graph's outputs by name, computed with torch.
+        reference: (module, batch) -> the graph's outputs by name, computed with torch.
         measure: (checkpoint, graph, texts) -> figures that compare the graph with the checkpoint,
             for the quality gate.
         limits: the lowest accepted value of each figure.
@@ -177,7 +201,7 @@ class ExportHead:
     head: Head
     module: Callable[[HeadSetup], nn.Module] | None
     write: Callable[[Any, HeadGraph], None]
-    reference: Callable[[Any, Tensor, Sequence[Any], Placement], dict[str, Tensor]]
+    reference: Callable[[Any, HeadBatch], dict[str, Tensor]]
     measure: Callable[[Scorer, Scorer, GateTexts], dict[str, float]]
     limits: Mapping[str, float]
     sample: Callable[[np.random.Generator, SampleSizes], HeadRequest] = lambda *_: HeadRequest()
@@ -196,34 +220,21 @@ class ExportHead:
 _REQUEST: Final = HeadRequest()
 
 
-def cls_rows(requests: Sequence[Any], placement: Placement) -> list[int]:
+def cls_rows(batch: HeadBatch) -> list[int]:
     """Return the ``[CLS]`` row of each sequence with a request."""
-    starts = placement.starts[:-1].tolist()
-    return [row for row, request in zip(starts, requests, strict=True) if request is not None]
+    return [rows.start for rows, _ in batch.asked()]
 
 
-def token_rows(requests: Sequence[Any], placement: Placement) -> list[int]:
+def token_rows(batch: HeadBatch) -> list[int]:
     """Return all rows of each sequence with a request."""
-    starts = placement.starts.tolist()
-    return [
-        row
-        for i, request in enumerate(requests)
-        if request is not None
-        for row in range(starts[i], starts[i + 1])
-    ]
+    return [row for rows, _ in batch.asked() for row in range(rows.start, rows.stop)]
 
 
 def on_rows(
-    rows_of: Callable[[Sequence[Any], Placement], list[int]], output: TensorSpec
-) -> Callable[[Any, Tensor, Sequence[Any], Placement], dict[str, Tensor]]:
+    rows_of: Callable[[HeadBatch], list[int]], output: TensorSpec
+) -> Callable[[Any, HeadBatch], dict[str, Tensor]]:
     """Return the reference of a head whose one output is its module on some rows."""
-
-    def reference(
-        module: Any, states: Tensor, requests: Sequence[Any], placement: Placement
-    ) -> dict[str, Tensor]:
-        return {output.name: module(states[-1][rows_of(requests, placement)])}
-
-    return reference
+    return lambda module, batch: {output.name: module(batch.rows[rows_of(batch)])}
 
 
 def compared(
@@ -249,14 +260,28 @@ def figure(
     return measure
 
 
+def cosines(pairs: Iterable[tuple[Floats, Floats]]) -> Floats:
+    """Return the cosines of pairs of vectors [H], or of the rows of pairs of arrays [n, H]."""
+    one, other = map(np.vstack, zip(*pairs, strict=True))
+    lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
+    with np.errstate(invalid="ignore"):  # a vector of zeros gives NaN, and NaN fails the gate
+        values: Floats = np.vecdot(one, other) / lengths
+    return values
+
+
 def mean_cosine(pairs: Iterable[tuple[Floats, Floats]]) -> float:
-    """Return the mean cosine of the rows of pairs of arrays [n, H]."""
-    cosines = []
+    """Return the mean of the cosines of pairs."""
+    return float(cosines(pairs).mean())
+
+
+def mean_cosine_of_weights(pairs: Iterable[tuple[Floats, Floats]]) -> float:
+    """Return the mean cosine of pairs of weights [n]; two vectors of zeros have the cosine 1."""
+    values = []
     for one, other in pairs:
-        lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
-        with np.errstate(invalid="ignore"):  # a vector of zeros gives NaN, and NaN fails the gate
-            cosines.append(np.vecdot(one, other) / lengths)
-    return float(np.concatenate(cosines).mean())
+        lengths = float(np.linalg.norm(one) * np.linalg.norm(other))
+        no_weights = not (one.any() or other.any())
+        values.append(float(np.vdot(one, other)) / lengths if lengths else float(no_weights))
+    return float(np.mean(values))
 
 
 def agreement(pairs: Iterable[tuple[Floats, Floats]]) -> float:

@@ -1,7 +1,6 @@
 """Labels of texts, and next-sentence prediction: one torch module, graphs and gate figures."""
 
-from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from cloze.export.errors import ExportError
 from cloze.export.graph.builder import GraphBuilder, layer_norm, linear
 from cloze.export.heads.head import (
     ExportHead,
+    HeadBatch,
     HeadGraph,
     HeadSetup,
     agreement,
@@ -26,7 +26,7 @@ from cloze.export.measure.scorer import Scorer
 from cloze.export.measure.texts import GateTexts
 from cloze.model_store.heads import next_sentence, sequence_classification
 from cloze.model_store.heads.sequence_classification import read_options
-from cloze.model_store.layouts import Layout, Placement
+from cloze.model_store.layouts import Layout
 
 _CLOSE = 0.05
 """The accepted difference of a single logit, as a share of the spread of the logits."""
@@ -92,17 +92,12 @@ def _means(graph: HeadGraph) -> str:
     return g.op("ReduceMean", [graph.rows_of(graph.hidden, numbers), axis], keepdims=0)
 
 
-def _reference(
-    head: SequenceHead, states: Tensor, requests: Sequence[Any], placement: Placement
-) -> dict[str, Tensor]:
-    rows, firsts = states[-1], cls_rows(requests, placement)
+def _reference(head: SequenceHead, batch: HeadBatch) -> dict[str, Tensor]:
+    rows = batch.rows[cls_rows(batch)]
     if head.reads_mean:
-        lengths = dict(zip(placement.starts.tolist(), placement.lengths.tolist(), strict=False))
-        means = [rows[first : first + lengths[first]].mean(0) for first in firsts]
-        logits = head(torch.stack(means) if means else rows[:0])
-    else:
-        logits = head(rows[firsts])
-    return {sequence_classification.CLASS_LOGITS.name: logits}
+        means = [batch.rows[own].mean(0, keepdim=True) for own, _ in batch.asked()]
+        rows = torch.cat([*means, rows[:0]])
+    return {sequence_classification.CLASS_LOGITS.name: head(rows)}
 
 
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:

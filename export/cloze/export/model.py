@@ -75,12 +75,8 @@ class Model(nn.Module):
         token_type_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """Return the hidden states [B, S, H]; see `Encoder.states`."""
-        return self.encoder(input_ids, token_type_ids, attention_mask)  # type: ignore[no-any-return]
-
-    def parameter_count(self) -> int:
-        """Return the number of parameters, tied parameters counted once."""
-        return sum(parameter.numel() for parameter in self.parameters())
+        """Return the hidden states [B, S, H] after the last layer; see `Encoder.states`."""
+        return self.encoder.states(input_ids, token_type_ids, attention_mask)[-1]
 
 
 def head_module(model: Model, recipe: EmbeddingRecipe, name: str) -> Any:
@@ -95,11 +91,7 @@ def head_module(model: Model, recipe: EmbeddingRecipe, name: str) -> Any:
 
 
 class TorchScorer:
-    """Runs a torch model in fp32.
-
-    Args:
-        recipe: the recipe of embeddings; None: mean pooling.
-    """
+    """Runs a torch model in fp32. Without a recipe of embeddings, they are means of tokens."""
 
     def __init__(
         self, model: Model, device: torch.device, recipe: EmbeddingRecipe | None = None

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from cloze.export.families import HeadSpec
 from cloze.export.graph.builder import GraphBuilder, layer_norm, onnx_type
 from cloze.export.graph.linear_ops import LinearOps
 from cloze.export.graph.trunk import TrunkGraph
-from cloze.export.measure.scorer import Floats, Row, Scorer, row_arrays
+from cloze.export.measure.scorer import PLAIN, Floats, Row, Scorer, row_arrays
 from cloze.export.measure.texts import GateTexts
 from cloze.model_store.heads import Head, HeadRequest
 from cloze.model_store.heads.head import Frozen
@@ -53,11 +53,7 @@ class HeadGraph:
         return self.g.declare_input(tensor, self.layout)
 
     def output(self, value: str, tensor: TensorSpec, **sizes: int) -> None:
-        """Declare a value as an output of the head.
-
-        Args:
-            sizes: numbers that replace letters of the tensor's shape.
-        """
+        """Declare a value as an output; ``sizes`` replace letters of the tensor's shape."""
         shape = [sizes.get(size, size) if isinstance(size, str) else size for size in tensor.shape]
         self.g.output(value, tensor.name, onnx_type(tensor), shape)
 
@@ -69,25 +65,17 @@ class HeadGraph:
         return self.linear_ops.to_float32(self.g.op("Gather", [rows, numbers], axis=0))
 
     def rows_of(self, states: str, numbers: str) -> str:
-        """Return rows of one of ``states`` in float32.
-
-        Args:
-            states: a name among ``states``.
-        """
-        rows = (
-            self.rows
-            if states == self.hidden
-            else flat_rows(self.g, self.layout, states, self.config)
-        )
-        return self._gathered(rows, numbers)
+        """Return rows of one of ``states``, given by its name, in float32."""
+        if states == self.hidden:
+            return self._gathered(self.rows, numbers)
+        return self._gathered(flat_rows(self.g, self.layout, states, self.config), numbers)
 
 
 def flat_rows(g: GraphBuilder, layout: Layout, states: str, config: EncoderConfig) -> str:
     """Return hidden states in the shape [T, H]."""
     if layout is Layout.PACKED:
         return states
-    shape = g.weight("rows_shape", np.array([-1, config.hidden_size], np.int64))
-    return g.op("Reshape", [states, shape])  # [B, S, H] -> [T, H]
+    return g.op("Reshape", [states, g.ints(-1, config.hidden_size)])  # [B, S, H] -> [T, H]
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,9 +205,6 @@ class ExportHead:
     incomplete: Mapping[str, str] = field(default_factory=dict)
 
 
-_REQUEST: Final = HeadRequest()
-
-
 def cls_rows(batch: HeadBatch) -> list[int]:
     """Return the ``[CLS]`` row of each sequence with a request."""
     return [rows.start for rows, _ in batch.asked()]
@@ -238,7 +223,10 @@ def on_rows(
 
 
 def compared(
-    scorers: tuple[Scorer, Scorer], head: str, rows: Sequence[Row], request: HeadRequest = _REQUEST
+    scorers: tuple[Scorer, Scorer],
+    head: str,
+    rows: Sequence[Row],
+    request: HeadRequest = PLAIN,
 ) -> list[tuple[Floats, Floats]]:
     """Return what a head of two models computes of each row."""
     one, other = (row_arrays(scorer, head, rows, request) for scorer in scorers)
@@ -250,7 +238,7 @@ def figure(
     head: Head,
     compare: Callable[[list[tuple[Floats, Floats]]], float],
     rows: Callable[[GateTexts], Sequence[Row]] = GateTexts.sentences,
-    request: HeadRequest = _REQUEST,
+    request: HeadRequest = PLAIN,
 ) -> Callable[[Scorer, Scorer, GateTexts], dict[str, float]]:
     """Return a measurement of one figure, which compares what two models compute of texts."""
 

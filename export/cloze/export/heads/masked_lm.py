@@ -71,8 +71,8 @@ def write_logits(head: MaskedLMHead, graph: HeadGraph, rows: str) -> str:
         values = weight.new_zeros(len(weight))
     bias = g.weight("masked_lm.decoder.bias", values)
     if head.rest is not None:
-        sizes = np.array([head.decoder.in_features, len(head.rest)], np.int64)
-        rows = g.op("Split", [rows, g.weight("masked_lm.parts", sizes)], outputs=2, axis=1)
+        sizes = g.ints(head.decoder.in_features, len(head.rest))
+        rows = g.op("Split", [rows, sizes], outputs=2, axis=1)
         rest = g.op("MatMul", [f"{rows}_1", g.weight("masked_lm.rest", head.rest)])
         bias = g.op("Add", [rest, bias])  # [M, V]
     return graph.linear_ops.tied_logits(rows, WORD_TABLE, weight, bias)
@@ -85,12 +85,11 @@ def _write(head: MaskedLMHead, graph: HeadGraph) -> None:
     top = g.op("TopK", [logits, graph.input(masked_lm.TOP_K)], outputs=2, axis=1)
     graph.output(top, masked_lm.TOP_LOGITS)
     graph.output(f"{top}_1", masked_lm.TOP_IDS)
-    largest = g.op("Gather", [top, g.weight("column_0", np.array([0], np.int64))], axis=1)  # [M, 1]
+    largest = g.op("Gather", [top, g.ints(0)], axis=1)  # [M, 1]
     graph.output(_logsumexp(g, logits, largest), masked_lm.LOGSUMEXP)
 
-    last = g.weight("axis_1", np.array([1], np.int64))
-    masks = g.op("Unsqueeze", [graph.input(masked_lm.TARGET_MASKS), last])
-    targets = g.op("Unsqueeze", [graph.input(masked_lm.TARGET_IDS), last])
+    masks = g.op("Unsqueeze", [graph.input(masked_lm.TARGET_MASKS), g.ints(1)])
+    targets = g.op("Unsqueeze", [graph.input(masked_lm.TARGET_IDS), g.ints(1)])
     pairs = g.op("Concat", [masks, targets], axis=1)  # [N, 2]
     indices = g.op("Cast", [pairs], to=7)
     graph.output(g.op("GatherND", [logits, indices]), masked_lm.TARGET_LOGITS)
@@ -102,7 +101,7 @@ def _logsumexp(g: GraphBuilder, logits: str, largest: str) -> str:
     Do not use ``ReduceLogSumExp``: for zero rows onnxruntime 1.31 returns a wrong shape. Do not
     use ``ReduceMax``: on CUDA the operator needs cuDNN, and TopK has already found the maximum.
     """
-    axis = g.weight("axis_1", np.array([1], np.int64))
+    axis = g.ints(1)
     exponentials = g.op("Exp", [g.op("Sub", [logits, largest])])
     total = g.op("ReduceSum", [exponentials, axis], keepdims=1)
     return g.op("Squeeze", [g.op("Add", [g.op("Log", [total]), largest]), axis])
@@ -162,15 +161,13 @@ def _write_sparse(head: MaskedLMHead, graph: HeadGraph) -> None:
     """Write the largest weights of each sequence. A weight grows with its logit."""
     g, vocabulary = graph.g, head.decoder.out_features
     sequences = graph.input(sparse_embedding.SPARSE_ROWS)  # [U, W]
-    flat = g.op("Reshape", [sequences, g.weight("shape_flat", np.array([-1], np.int64))])
+    flat = g.op("Reshape", [sequences, g.ints(-1)])
     rows = graph.linear_ops.to_float32(g.op("Gather", [graph.rows, flat], axis=0))
     logits = write_logits(head, graph, rows)  # [U * W, V]
-    columns = g.weight("vocabulary_size", np.array([vocabulary], np.int64))
-    shape = g.op("Concat", [g.op("Shape", [sequences]), columns], axis=0)
+    shape = g.op("Concat", [g.op("Shape", [sequences]), g.ints(vocabulary)], axis=0)
     grouped = g.op("Reshape", [logits, shape], allowzero=1)  # [U, W, V]
-    largest = g.op("ReduceMax", [grouped, g.weight("axis_1", np.array([1], np.int64))], keepdims=0)
-    one = g.weight("one_float", np.array(1, np.float32))
-    weights = g.op("Log", [g.op("Add", [g.op("Relu", [largest]), one])])
+    largest = g.op("ReduceMax", [grouped, g.ints(1)], keepdims=0)
+    weights = g.op("Log", [g.op("Add", [g.op("Relu", [largest]), g.number(1.0)])])
     top = g.op("TopK", [weights, graph.input(sparse_embedding.SPARSE_TOP_K)], outputs=2, axis=1)
     graph.output(top, sparse_embedding.SPARSE_WEIGHTS)
     graph.output(f"{top}_1", sparse_embedding.SPARSE_IDS)

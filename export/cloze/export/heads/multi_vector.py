@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cloze.export.errors import ExportError
 from cloze.export.graph.builder import linear
 from cloze.export.graph.trunk import TrunkGraph
-from cloze.export.heads.embedding_steps import Projection, Step, UnitLength
+from cloze.export.heads.embedding import Projection, Step, UnitLength
 from cloze.export.heads.head import (
     ExportHead,
     HeadGraph,

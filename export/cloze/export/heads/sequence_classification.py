@@ -83,11 +83,10 @@ def _means(graph: HeadGraph) -> str:
             "a packed graph has no classifier of the mean of all tokens; leave out --precision fp16"
         )
     g = graph.g
-    axis = g.weight("axis_1", np.array([1], np.int64))
-    zero, one = (g.weight(f"number_{n}", np.array(n, np.int64)) for n in (0, 1))
+    axis = g.ints(1)
     tokens = g.op("Squeeze", [g.op("Shape", [graph.hidden], start=1, end=2)])
     firsts = g.op("Cast", [graph.input(sequence_classification.CLASS_ROWS)], to=TensorProto.INT64)
-    columns = g.op("Range", [zero, tokens, one])
+    columns = g.op("Range", [g.number(0), tokens, g.number(1)])
     numbers = g.op("Add", [g.op("Unsqueeze", [firsts, axis]), columns])  # [C, S]
     return g.op("ReduceMean", [graph.rows_of(graph.hidden, numbers), axis], keepdims=0)
 

@@ -13,7 +13,7 @@ from scipy.stats import spearmanr
 
 from cloze.export.errors import DataError
 from cloze.export.measure import texts
-from cloze.export.measure.masked_words import (
+from cloze.export.measure.evaluate import (
     Sentence,
     complete,
     read_sentences,

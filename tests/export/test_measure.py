@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
-from cloze.export.measure.masked_words import (
+from cloze.export.measure.evaluate import (
+    EvaluationData,
     Sentence,
     complete,
+    evaluate,
+    open_subject,
 )
 from cloze.export.measure.scorer import (
     MaskedRow,

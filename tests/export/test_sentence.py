@@ -24,7 +24,7 @@ from tokenizers import Tokenizer as Backend
 
 from cloze.export.errors import ExportError
 from cloze.export.graph.builder import GraphBuilder
-from cloze.export.heads.embedding_steps import DENSE_ACTIVATIONS, Projection
+from cloze.export.heads.embedding import DENSE_ACTIVATIONS, Projection
 from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.load.sentence_transformers import SentenceTransformersFolder
 from cloze.export.publish import ExportOptions, export

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from cloze.export.blocks.config import EncoderConfig, RelativePositions
-from cloze.export.heads.embedding import EmbeddingRecipe
-from cloze.export.heads.embedding_steps import Projection
+from cloze.export.heads.embedding import EmbeddingRecipe, Projection
 from cloze.export.model import Model
 from cloze.model_store.heads import (
     HEADS,

@@ -222,12 +222,11 @@ def _heads(family: Family) -> dict[str, AdapterHead]:
     """Return the heads that adapters of a family may have: a classifier, and a pooler before it."""
     heads = {}
     for name in _HEADS:
-        spec = family.heads.get(name)
-        activation = spec.activation or _DEFAULT_ACTIVATION if spec is not None else ""
-        parts = {ours.partition(".")[0] for ours in spec.tensors.values()} if spec else set()
-        if spec is None or not parts <= {"pooler", "classifier"}:
+        if (spec := family.heads.get(name)) is None:
             continue
-        if activation not in get_args(HeadActivation):
+        activation = spec.activation or _DEFAULT_ACTIVATION
+        parts = {ours.partition(".")[0] for ours in spec.tensors.values()}
+        if not parts <= {"pooler", "classifier"} or activation not in get_args(HeadActivation):
             continue
         tensors = {
             family.without_prefix(theirs.replace("{p}", kind)): ours.replace("{p}", kind)

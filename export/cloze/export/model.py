@@ -18,7 +18,7 @@ from cloze.export.graph.linear_ops import Fp16, InputScale, Int8, LinearOps
 from cloze.export.graph.trunk import PackedTrunk, TrunkGraph
 from cloze.export.heads import EXPORT_HEADS
 from cloze.export.heads.embedding import EmbeddingRecipe
-from cloze.export.heads.head import HeadGraph, HeadSetup, flat_rows
+from cloze.export.heads.head import HeadBatch, HeadGraph, HeadSetup, flat_rows
 from cloze.export.heads.masked_lm import MaskedLMHead
 from cloze.model_store.adapter_section import HIDDEN, HIDDEN_ROWS
 from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs, PackedBatch
@@ -75,12 +75,8 @@ class Model(nn.Module):
         token_type_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """Return the hidden states [B, S, H]; see `Encoder.states`."""
-        return self.encoder(input_ids, token_type_ids, attention_mask)  # type: ignore[no-any-return]
-
-    def parameter_count(self) -> int:
-        """Return the number of parameters, tied parameters counted once."""
-        return sum(parameter.numel() for parameter in self.parameters())
+        """Return the hidden states [B, S, H] after the last layer; see `Encoder.states`."""
+        return self.encoder.states(input_ids, token_type_ids, attention_mask)[-1]
 
 
 def head_module(model: Model, recipe: EmbeddingRecipe, name: str) -> Any:
@@ -95,11 +91,7 @@ def head_module(model: Model, recipe: EmbeddingRecipe, name: str) -> Any:
 
 
 class TorchScorer:
-    """Runs a torch model in fp32.
-
-    Args:
-        recipe: the recipe of embeddings; None: mean pooling.
-    """
+    """Runs a torch model in fp32. Without a recipe of embeddings, they are means of tokens."""
 
     def __init__(
         self, model: Model, device: torch.device, recipe: EmbeddingRecipe | None = None
@@ -155,8 +147,8 @@ def torch_outputs(
         module = head_module(model, recipe, name)
         if module is None:
             continue
-        requests = batch.requests.get(name, nothing)
-        reference = export_head.reference(module, states, requests, batch.placement)
+        asked = HeadBatch(states, batch.requests.get(name, nothing), batch.placement)
+        reference = export_head.reference(module, asked)
         outputs |= {output: values.cpu().numpy() for output, values in reference.items()}
     return outputs
 

@@ -20,21 +20,12 @@ from cloze.export.measure.pairs import ScoredPair
 from cloze.export.measure.scorer import GraphScorer
 from cloze.export.measure.texts import GateTexts
 from cloze.export.model import LAYOUTS, GraphWriter, Model, TorchScorer
+from cloze.model_store import manifest
 from cloze.model_store.adapter_section import AdapterSupport
 from cloze.model_store.heads import Head, multi_vector, span
 from cloze.model_store.heads.multi_vector import LateInteraction
 from cloze.model_store.layouts import Layout
-from cloze.model_store.manifest import (
-    Architecture,
-    BundleSpec,
-    Embedding,
-    Graph,
-    Limits,
-    LowerPrecision,
-    Precision,
-    TokenizerSpec,
-    Weights,
-)
+from cloze.model_store.manifest import Graph, Limits, Precision, Weights
 from cloze.model_store.plain_files import sha256_of
 from cloze.model_store.store import Bundle, Store, StoreError
 
@@ -123,8 +114,10 @@ def export(
             return stored
         sections = {precision: _verify(job, folder, graph) for precision, graph in graphs.items()}
         described = _describe_model(name, job) | sections.pop(Precision.FP32)
-        described |= {each: LowerPrecision(**section) for each, section in sections.items()}
-        spec = BundleSpec(**described, source=checkpoint.source, adapters=adapters)
+        described |= {
+            each: manifest.LowerPrecision(**section) for each, section in sections.items()
+        }
+        spec = manifest.BundleSpec(**described, source=checkpoint.source, adapters=adapters)
         return store.publish(folder, spec)
 
 
@@ -137,14 +130,14 @@ def _stored(name: str, job: _Job, store: Store, folder: Path) -> Bundle | None:
     if job.options.pairs or job.options.cuda:
         return None
     try:
-        manifest = store.manifest(name)
-        parities = (manifest.parity, *(lower.parity for lower in manifest.lower_precisions()))
+        newest = store.manifest(name)
+        parities = (newest.parity, *(lower.parity for lower in newest.lower_precisions()))
         goldens = {parity.golden_file for parity in parities}
-        stored = {file: s.sha256 for file, s in manifest.files.items() if file not in goldens}
+        stored = {file: s.sha256 for file, s in newest.files.items() if file not in goldens}
         is_equal = stored == {file.name: sha256_of(file) for file in folder.iterdir()} and all(
-            getattr(manifest, field) == value for field, value in _describe_model(name, job).items()
+            getattr(newest, field) == value for field, value in _describe_model(name, job).items()
         )
-        return store.open(manifest.reference) if is_equal else None
+        return store.open(newest.reference) if is_equal else None
     except StoreError:  # there is none, or it is damaged
         return None
 
@@ -157,10 +150,8 @@ def _choose_heads(checkpoint: Checkpoint, options: ExportOptions) -> tuple[Head,
     for task in options.tasks:
         if task not in by_task:
             offered = ", ".join(by_task)
-            reasons = [
-                note for note in checkpoint.notes if note.startswith(f"{task} is not offered")
-            ]
-            because = "".join(f"; {reason}" for reason in reasons)
+            absent = f"{task} is not offered"
+            because = "".join(f"; {one}" for one in checkpoint.notes if one.startswith(absent))
             raise ExportError(
                 f"the checkpoint cannot do {task}: it has heads for {offered}{because}"
             )
@@ -215,8 +206,7 @@ def _write_graphs(
 ) -> tuple[dict[Precision, Graph], AdapterSupport | None]:
     """Write each graph, the tokenizer and the model card to a folder.
 
-    Returns:
-        The graphs without adapters, and the manifest's section about those that take adapters.
+    Return the graphs without adapters, and the manifest's section about those that take adapters.
     """
     checkpoint, options = job.checkpoint, job.options
     checkpoint.tokenizer.tokenizer.save(str(folder / TOKENIZER_FILE), pretty=False)
@@ -309,17 +299,17 @@ def _limits(checkpoint: Checkpoint) -> Limits:
     return Limits(max_tokens=min(positions, tuned))
 
 
-def _architecture(checkpoint: Checkpoint) -> Architecture:
+def _architecture(checkpoint: Checkpoint) -> manifest.Architecture:
     config = checkpoint.model.config
-    sizes = {
-        name: getattr(config, name) for name in Architecture.model_fields if name != "parameters"
-    }
-    return Architecture(**sizes, parameters=checkpoint.model.parameter_count())
+    names = manifest.Architecture.model_fields.keys() - {"parameters"}
+    sizes = {name: getattr(config, name) for name in names}
+    parameters = sum(one.numel() for one in checkpoint.model.parameters())  # tied ones once
+    return manifest.Architecture(**sizes, parameters=parameters)
 
 
-def _tokenizer_spec(checkpoint: Checkpoint) -> TokenizerSpec:
+def _tokenizer_spec(checkpoint: Checkpoint) -> manifest.TokenizerSpec:
     tokenizer, special = checkpoint.tokenizer, checkpoint.tokenizer.special
-    return TokenizerSpec(
+    return manifest.TokenizerSpec(
         file=TOKENIZER_FILE,
         vocab_size=tokenizer.size,
         lowercase=tokenizer.lowercase,
@@ -333,9 +323,9 @@ def _tokenizer_spec(checkpoint: Checkpoint) -> TokenizerSpec:
     )
 
 
-def _embedding(checkpoint: Checkpoint, limits: Limits) -> Embedding:
+def _embedding(checkpoint: Checkpoint, limits: Limits) -> manifest.Embedding:
     recipe = checkpoint.recipe
-    return Embedding(
+    return manifest.Embedding(
         dimensions=recipe.dimensions(checkpoint.model.config.hidden_size),
         pooling=recipe.pooling,
         further_poolings=recipe.further_poolings,

@@ -97,16 +97,10 @@ class TrigramEmbeddings(Embeddings):
         types = ops.look_up(
             tensors.TOKEN_TYPE_TABLE, self.token_type.weight, trunk.declare(tensors.TOKEN_TYPE_IDS)
         )
-
-        def constant(key: str, *numbers: int) -> str:
-            return g.weight(key, np.array(numbers, np.int64))
-
-        axis = constant("axis_1", 1)
-        padding = constant("one_on_each_side", 1, 1)
-        wide = g.op("Pad", [words, padding, "", axis])  # [B, S + 2, E]
-        end = constant("last_position", np.iinfo(np.int64).max)
-        after = g.op("Slice", [wide, constant("second_position", 2), end, axis])
-        before = g.op("Slice", [wide, constant("position_0", 0), constant("minus_2", -2), axis])
+        axis, end = g.ints(1), g.ints(np.iinfo(np.int64).max)
+        wide = g.op("Pad", [words, g.ints(1, 1), "", axis])  # [B, S + 2, E]
+        after = g.op("Slice", [wide, g.ints(2), end, axis])
+        before = g.op("Slice", [wide, g.ints(0), g.ints(-2), axis])
         trigrams = g.op("Concat", [after, words, before], axis=-1)  # [B, S, 3 E]
         product = ops.matmul(ops.prepare_input(trigrams, name), name, self.projection)
         terms = [product, types, trunk.positions(self.position.weight)]
@@ -198,12 +192,10 @@ class BottleneckLayer(EncoderLayer):
             groups |= network.products(name)
         return groups | {"expand": ProductGroup((self.expand,), _KIND)}
 
-    def forward(
-        self, x: Tensor, attention_mask: Tensor | None, bias: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None, bias: Tensor | None = None) -> Tensor:
         """Transform the hidden states [B, S, H]."""
         narrow = self.reduce_norm(self.reduce(x))
-        attended = self.attention(self.shared_norm(self.shared(x)), attention_mask, bias, x)
+        attended = self.attention(self.shared_norm(self.shared(x)), mask, bias, x)
         narrow = self.attention_norm(attended + narrow)
         for network in self.networks:
             narrow = network(narrow)

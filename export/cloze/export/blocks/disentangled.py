@@ -9,14 +9,12 @@ import math
 from functools import reduce
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from onnx import TensorProto
 from torch import Tensor, nn
 
 from cloze.export.blocks.config import EncoderConfig, RelativePositions
-from cloze.export.blocks.encoder import Embeddings
 from cloze.export.blocks.layer import ACTIVATIONS, Layer, SelfAttention, split_heads
 from cloze.export.blocks.relative_bias import Distances
 from cloze.export.graph.builder import FUSED, GraphBuilder, layer_norm
@@ -58,11 +56,7 @@ class DistanceBlocks(NamedTuple):
 
 
 class PositionTable(Distances):
-    """An embedding per bucket of distances, which each layer projects as it does contents.
-
-    Args:
-        config: the sizes; its ``relative_positions`` are given.
-    """
+    """An embedding per bucket of distances, which each layer projects as it does contents."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -117,31 +111,29 @@ class PositionTable(Distances):
     def _blocks(self, trunk: TrunkGraph) -> DistanceBlocks:
         """Write which tokens and distances are in which block; all layers share them."""
         g, farthest = trunk.g, self.positions + _BLOCK
-        zero, one, middle = (
-            g.weight(f"number_{n}", np.array(n, np.int64)) for n in (0, 1, farthest)
-        )
+        zero, one = g.number(0), g.number(1)
         length = g.op("Shape", [tensors.INPUT_IDS.name], start=1)
-        size = g.op("Min", [length, g.weight("most_in_block", np.array([_BLOCK], np.int64))])
+        size = g.op("Min", [length, g.ints(_BLOCK)])
         tokens, step = (g.op("Squeeze", [value]) for value in (length, size))
-        firsts = g.op("Unsqueeze", [g.op("Range", [zero, tokens, step]), _axis(g, 1)])  # [C, 1]
+        firsts = g.op("Unsqueeze", [g.op("Range", [zero, tokens, step]), g.ints(1)])  # [C, 1]
         places = g.op("Add", [firsts, g.op("Range", [zero, step, one])])  # [C, L]
         columns = g.op("Range", [g.op("Sub", [one, step]), g.op("Add", [tokens, one]), one])
         apart = g.op("Sub", [columns, firsts])  # [C, W], from the block's token to the other one
         distances = torch.arange(-farthest, farthest + 1)
         buckets = g.weight("position_buckets", bucket(distances, self.sizes))
         before, after = (
-            g.op("Gather", [buckets, g.op(kind, [middle, apart])]) for kind in ("Sub", "Add")
+            g.op("Gather", [buckets, g.op(kind, [g.number(farthest), apart])])
+            for kind in ("Sub", "Add")
         )
-        begin = g.op("Sub", [size, _axis(g, 1)])
+        begin = g.op("Sub", [size, g.ints(1)])
         width = g.op("Add", [length, begin])
-        same = g.weight("same_heads", np.array([0, 0, -1], np.int64))
         return DistanceBlocks(
             tokens=g.op("Min", [places, g.op("Sub", [tokens, one])]),
             before=before,
             after=after,
             begin=begin,
             end=g.op("Add", [begin, g.op("Mul", [size, width])]),
-            shape=g.op("Concat", [same, width], axis=0),
+            shape=g.op("Concat", [g.ints(0, 0, -1), width], axis=0),
             sizes=g.op("Concat", [length, length], axis=0),
         )
 
@@ -152,18 +144,10 @@ def _write_moved(g: GraphBuilder, products: str, blocks: DistanceBlocks) -> str:
     The product of row a with token j is number L - 1 - a + j of the row. With the rows of a block
     one after another, it is number L - 1 + a (W - 1) + j: the first S of every W - 1.
     """
-    flat = g.op("Reshape", [products, g.weight("flat_rows", np.array([0, 0, 0, -1], np.int64))])
-    flat = g.op("Slice", [flat, blocks.begin, blocks.end, _axis(g, 3)])
+    flat = g.op("Reshape", [products, g.ints(0, 0, 0, -1)])
+    flat = g.op("Slice", [flat, blocks.begin, blocks.end, g.ints(3)])
     rows = g.op("Reshape", [flat, blocks.shape])
-    firsts, axes = (
-        g.weight(name, np.array(value, np.int64))
-        for name, value in (("first_of_both", [0, 0]), ("axes_2_3", [2, 3]))
-    )
-    return g.op("Slice", [rows, firsts, blocks.sizes, axes])
-
-
-def _axis(g: GraphBuilder, number: int) -> str:
-    return g.weight(f"axis_{number}", np.array([number], np.int64))
+    return g.op("Slice", [rows, g.ints(0, 0), blocks.sizes, g.ints(2, 3)])
 
 
 def bucket(distance: Tensor, sizes: RelativePositions) -> Tensor:
@@ -192,9 +176,6 @@ class DisentangledAttention(SelfAttention):
 
     K and Q are constants of a layer, computed at export. In the graph, keys have their bias: it
     would cancel in the softmax but for the third product, in which it meets another Q for each i.
-
-    Args:
-        positions: the embeddings of positions, which the encoder owns.
     """
 
     def __init__(self, config: EncoderConfig, positions: PositionTable) -> None:
@@ -220,11 +201,7 @@ class DisentangledAttention(SelfAttention):
         return {term: one for term, one in layers.items() if term in self.positions.sizes.terms}
 
     def forward(
-        self,
-        x: Tensor,
-        attention_mask: Tensor | None,
-        bias: Tensor | None = None,
-        values: Tensor | None = None,
+        self, x: Tensor, mask: Tensor | None, bias: Tensor | None, values: Tensor | None = None
     ) -> Tensor:
         """See `SelfAttention`; ``bias`` is what `PositionTable` returns."""
         assert bias is not None
@@ -241,8 +218,8 @@ class DisentangledAttention(SelfAttention):
             else:
                 products = torch.gather(projected @ key.transpose(2, 3), 2, rows)
             scores = scores + products * self.scale
-        if attention_mask is not None:
-            scores = scores.masked_fill(~attention_mask[:, None, None, :], -torch.inf)
+        if mask is not None:
+            scores = scores.masked_fill(~mask[:, None, None, :], -torch.inf)
         context = F.scaled_dot_product_attention(query, key, value, scores, scale=self.scale)
         return self.output(context.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
@@ -262,7 +239,7 @@ class DisentangledAttention(SelfAttention):
         bias_of_keys = trunk.linear_ops.vector(f"{name}.key.bias", self.key.bias)
         key = g.op("Add", [key, bias_of_keys])
         size = self.query.out_features // self.heads
-        shape = g.weight("head_shape", np.array([0, 0, self.heads, size], np.int64))
+        shape = g.ints(0, 0, self.heads, size)
         by_position = []
         for term, linear in self._projections().items():
             operand, sign = (query, -1) if term == "c2p" else (key, 1)
@@ -301,13 +278,11 @@ class ConvolvedLayer(DisentangledLayer):
         self.convolution_norm = nn.LayerNorm(size, eps=config.layer_norm_eps)
         self.convolution_activation = ACTIVATIONS[sizes.activation]
 
-    def forward(
-        self, x: Tensor, attention_mask: Tensor | None, bias: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None, bias: Tensor | None = None) -> Tensor:
         """See `Layer`."""
-        output = super().forward(x, attention_mask, bias)
-        if attention_mask is not None:
-            x = x * attention_mask[..., None]
+        output = super().forward(x, mask, bias)
+        if mask is not None:
+            x = x * mask[..., None]
         mixed = self.convolution(x.transpose(1, 2)).transpose(1, 2)
         mixed = self.convolution_activation.forward(mixed)
         return self.convolution_norm(output + mixed)  # type: ignore[no-any-return]
@@ -318,7 +293,7 @@ class ConvolvedLayer(DisentangledLayer):
         output = super().write(trunk, name, x, bias)
         if attended := trunk.attended():
             counts = g.op("Cast", [attended], to=TensorProto.FLOAT)
-            x = g.op("Mul", [x, g.op("Unsqueeze", [counts, _axis(g, 2)])])
+            x = g.op("Mul", [x, g.op("Unsqueeze", [counts, g.ints(2)])])
         channels = g.op("Transpose", [x], perm=[0, 2, 1])  # [B, H, S]
         padding = layer.kernel_size[0] // 2
         mixed = g.op(
@@ -333,28 +308,3 @@ class ConvolvedLayer(DisentangledLayer):
         mixed = self.convolution_activation.write(g, mixed, bias)
         total = g.op("Sum", [output, mixed])
         return layer_norm(g, total, f"{name}.convolution_norm", self.convolution_norm)
-
-
-class ProjectedEmbeddings(Embeddings):
-    """Embeddings whose sum is projected before it is normalised, without a bias."""
-
-    def __init__(self, config: EncoderConfig) -> None:
-        super().__init__(config)
-        size = config.hidden_size
-        self.norm = nn.LayerNorm(size, eps=config.layer_norm_eps)
-        narrow = config.embedding_size
-        self.projection = nn.Linear(narrow, size, bias=False) if narrow else None
-
-    def forward(self, input_ids: Tensor, token_type_ids: Tensor | None) -> Tensor:
-        """See `Embeddings`."""
-        x = self._sum(input_ids, token_type_ids)
-        return self.norm(x if self.projection is None else self.projection(x))  # type: ignore[no-any-return]
-
-    def write(self, trunk: TrunkGraph) -> str:
-        """See `Embeddings`."""
-        terms = self._write_terms(trunk)
-        if self.projection is not None:
-            ops, name = trunk.linear_ops, "embeddings.projection"
-            total = trunk.g.op("Sum", terms)
-            terms = [ops.matmul(ops.prepare_input(total, name), name, self.projection)]
-        return trunk.norm_of_sum(terms, "embeddings.norm", self.norm)

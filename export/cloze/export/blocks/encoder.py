@@ -21,29 +21,27 @@ class Embeddings(nn.Module):
     """The normalised sum of word, position and token type embeddings.
 
     Embeddings of another width than the hidden size are projected to it, so that the word table
-    stays small. Rotary positions have no embeddings. Sources: Devlin et al. 2019, section 3; Lan et
-    al. 2020, section 3.1.
+    stays small. With ``norm_is_last``, the projection has no bias and stands before the norm.
+    Rotary positions have no embeddings. Sources: Devlin et al. 2019, section 3; Lan et al. 2020,
+    section 3.1.
     """
 
-    def __init__(self, config: EncoderConfig) -> None:
+    def __init__(self, config: EncoderConfig, *, norm_is_last: bool = False) -> None:
         super().__init__()
-        width = config.embedding_width
+        width, size = config.embedding_width, config.hidden_size
+        self.norm_is_last = norm_is_last
         self.word = nn.Embedding(config.vocab_size, width)
         has_positions = config.position_embeddings and config.rotary_base is None
         self.position = nn.Embedding(config.max_positions, width) if has_positions else None
         self.token_type = (
             nn.Embedding(config.type_vocab_size, width) if config.type_vocab_size else None
         )
-        self.norm = make_norm(config, width)
-        self.projection = nn.Linear(width, config.hidden_size) if config.embedding_size else None
+        self.norm = make_norm(config, size if norm_is_last else width)
+        has_bias = not norm_is_last
+        self.projection = nn.Linear(width, size, has_bias) if config.embedding_size else None
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor | None) -> Tensor:
         """Return the embeddings [B, S, H] of tokens, int [B, S]; without types, all are 0."""
-        x: Tensor = self.norm(self._sum(input_ids, token_type_ids))
-        return x if self.projection is None else self.projection(x)
-
-    def _sum(self, input_ids: Tensor, token_type_ids: Tensor | None) -> Tensor:
-        """Return the sum of the embeddings [B, S, E]; see `forward`."""
         x: Tensor = self.word(input_ids)
         if self.position is not None:
             x = x + self.position(torch.arange(input_ids.shape[1], device=input_ids.device))
@@ -51,7 +49,9 @@ class Embeddings(nn.Module):
             if token_type_ids is None:
                 token_type_ids = torch.zeros_like(input_ids)
             x = x + self.token_type(token_type_ids)
-        return x
+        x = x if self.norm_is_last else self.norm(x)
+        x = x if self.projection is None else self.projection(x)
+        return self.norm(x) if self.norm_is_last else x
 
     def tables(self) -> dict[str, nn.Embedding]:
         """Return the tables that the graph looks up, by the names of their weights."""
@@ -74,15 +74,6 @@ class Embeddings(nn.Module):
         Do not use the fused `EmbedLayerNormalization`: its table must be floats, and on a CPU it is
         a scalar loop (docs/decisions/0005-no-fused-skip-layer-norm.md).
         """
-        x = trunk.norm_of_sum(self._write_terms(trunk), "embeddings.norm", self.norm)
-        if self.projection is None:
-            return x
-        ops, name = trunk.linear_ops, "embeddings.projection"
-        product = ops.matmul(ops.prepare_input(x, name), name, self.projection)
-        return trunk.g.op("Add", [product, ops.vector(f"{name}.bias", self.projection.bias)])
-
-    def _write_terms(self, trunk: TrunkGraph) -> list[str]:
-        """Declare the trunk's inputs and write what is added up."""
         input_ids = trunk.declare(tensors.INPUT_IDS)
         look_up = trunk.linear_ops.look_up
         terms = [look_up(tensors.WORD_TABLE, self.word.weight, input_ids)]
@@ -91,7 +82,16 @@ class Embeddings(nn.Module):
             terms.append(look_up(tensors.TOKEN_TYPE_TABLE, self.token_type.weight, type_ids))
         if self.position is not None:
             terms.append(trunk.positions(self.position.weight))
-        return terms
+        if not self.norm_is_last:
+            terms = [trunk.norm_of_sum(terms, "embeddings.norm", self.norm)]
+        if self.projection is not None:
+            ops, name = trunk.linear_ops, "embeddings.projection"
+            x = trunk.g.op("Sum", terms) if len(terms) > 1 else terms[0]
+            product = ops.matmul(ops.prepare_input(x, name), name, self.projection)
+            terms = [ops.biased(product, name, self.projection)]
+        if not self.norm_is_last:
+            return terms[0]
+        return trunk.norm_of_sum(terms, "embeddings.norm", self.norm)
 
 
 class Encoder(nn.Module):
@@ -118,15 +118,6 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.relative_bias = relative_bias
         self.final_norm = final_norm
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        token_type_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-    ) -> Tensor:
-        """Return the hidden states [B, S, H] after the last layer; see `states`."""
-        return self.states(input_ids, token_type_ids, attention_mask)[-1]
 
     def states(
         self,

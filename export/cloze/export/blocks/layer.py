@@ -121,36 +121,25 @@ class SelfAttention(nn.Module):
         self.output = nn.Linear(size, size, has_bias)
 
     def forward(
-        self,
-        x: Tensor,
-        attention_mask: Tensor | None,
-        bias: Tensor | None = None,
-        values: Tensor | None = None,
+        self, x: Tensor, mask: Tensor | None, bias: Tensor | None, values: Tensor | None = None
     ) -> Tensor:
         """Attend within each sequence.
 
         Args:
             x: [B, S, H].
-            attention_mask: bool [B, S], True for real tokens; None: all tokens are real.
+            mask: bool [B, S], True for real tokens; None: all tokens are real.
             bias: [1, N, S, S], added to the scores; None: nothing is added.
             values: [B, S, ...], of which values are made; None: ``x``.
 
         Returns:
             The attended states [B, S, H].
         """
-        query, key, value = (
-            split_heads(linear(entering), self.heads)
-            for linear, entering in (
-                (self.query, x),
-                (self.key, x),
-                (self.value, x if values is None else values),
-            )
-        )
+        products = self.query(x), self.key(x), self.value(x if values is None else values)
+        query, key, value = (split_heads(product, self.heads) for product in products)
         if self.rotary is not None:
             query, key = self.rotary(query), self.rotary(key)
         band = None if self.window is None else self.window.mask(x.shape[1], x.device)
-        mask = _mask(attention_mask, bias, band)
-        context = F.scaled_dot_product_attention(query, key, value, mask)
+        context = F.scaled_dot_product_attention(query, key, value, _mask(mask, bias, band))
         return self.output(context.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def products(self) -> dict[str, ProductGroup]:
@@ -214,11 +203,9 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
     return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
 
 
-def _mask(
-    attention_mask: Tensor | None, bias: Tensor | None, band: Tensor | None = None
-) -> Tensor | None:
+def _mask(mask: Tensor | None, bias: Tensor | None, band: Tensor | None) -> Tensor | None:
     """Return what attention adds to scores or masks; ``band`` [S, S] has the keys of each token."""
-    keys = None if attention_mask is None else attention_mask[:, None, None, :]
+    keys = None if mask is None else mask[:, None, None, :]
     if band is not None:
         keys = band if keys is None else band & keys  # a row without keys attends to nothing
     if bias is None or keys is None:
@@ -278,11 +265,9 @@ class Layer(EncoderLayer):
             "down": ProductGroup((self.down,), InputKind.ACTIVATION),
         }
 
-    def forward(
-        self, x: Tensor, attention_mask: Tensor | None, bias: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None, bias: Tensor | None = None) -> Tensor:
         """Transform the hidden states [B, S, H]."""
-        x = self.attention_norm(x + self.attention(x, attention_mask, bias))
+        x = self.attention_norm(x + self.attention(x, mask, bias))
         output: Tensor = self.output_norm(x + self._feed_forward(x))
         return output
 
@@ -325,9 +310,6 @@ class PreNormLayer(Layer):
 
     Source: Xiong et al. 2020, "On Layer Normalization in the Transformer Architecture". The first
     layer of an encoder has no norm before attention, because the embeddings are normalised.
-
-    Args:
-        is_first: whether the layer is the first one.
     """
 
     def __init__(
@@ -342,11 +324,9 @@ class PreNormLayer(Layer):
         if is_first:
             self.attention_norm = nn.Identity()
 
-    def forward(
-        self, x: Tensor, attention_mask: Tensor | None, bias: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None, bias: Tensor | None = None) -> Tensor:
         """Transform the hidden states [B, S, H]."""
-        x = x + self.attention(self.attention_norm(x), attention_mask, bias)
+        x = x + self.attention(self.attention_norm(x), mask, bias)
         output: Tensor = x + self._feed_forward(self.output_norm(x))
         return output
 

@@ -6,7 +6,6 @@ Shapes: S tokens, N attention heads, B buckets, P the most positions.
 import math
 from abc import ABC, abstractmethod
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -59,21 +58,14 @@ class RelativeBias(Distances):
         runs = torch.arange(-last, last + 1)[:, None] + torch.arange(_RUN)
         table = self.buckets.weight[bucket(runs)].permute(2, 0, 1)[None]  # [1, N, 2 P - 1, _RUN]
         length = g.op("Shape", [tensors.INPUT_IDS.name], start=1)
-        zero, one, run, middle = (
-            g.weight(f"distance_{number}", np.array(number, np.int64))
-            for number in (0, 1, _RUN, last)
-        )
-        tokens = g.op("Squeeze", [length])
-        queries = g.op("Range", [zero, tokens, one])
-        rows = g.op("Unsqueeze", [queries, g.weight("axis_1", np.array([1], np.int64))])
-        firsts = g.op("Range", [zero, tokens, run])  # of each run, the first key
-        indices = g.op("Add", [g.op("Sub", [firsts, rows]), middle])  # key minus query
+        zero, tokens = g.number(0), g.op("Squeeze", [length])
+        rows = g.op("Unsqueeze", [g.op("Range", [zero, tokens, g.number(1)]), g.ints(1)])
+        firsts = g.op("Range", [zero, tokens, g.number(_RUN)])  # of each run, the first key
+        indices = g.op("Add", [g.op("Sub", [firsts, rows]), g.number(last)])  # key minus query
         vector = trunk.linear_ops.vector("relative_bias", table.contiguous())
         copied = g.op("Gather", [vector, indices], axis=2)  # [1, N, S, runs, _RUN]
-        joined = g.weight("joined_runs", np.array([0, 0, 0, -1], np.int64))
-        ends = [g.weight("first_position", np.array([0], np.int64)), length]
-        axis = g.weight("axis_3", np.array([3], np.int64))
-        return g.op("Slice", [g.op("Reshape", [copied, joined]), *ends, axis])
+        joined = g.op("Reshape", [copied, g.ints(0, 0, 0, -1)])
+        return g.op("Slice", [joined, g.ints(0), length, g.ints(3)])
 
 
 def bucket(distance: Tensor) -> Tensor:

@@ -51,8 +51,7 @@ class Rotary(nn.Module):
     @classmethod
     def of(cls, config: EncoderConfig, base: float) -> Self:
         """Return the rotation of an encoder's heads."""
-        width = config.hidden_size // config.heads
-        return cls(width, config.max_positions, base, factor=config.rotary_factor)
+        return cls(config.head_size, config.max_positions, base, factor=config.rotary_factor)
 
     def forward(self, x: Tensor) -> Tensor:
         """Turn queries or keys [B, N, S, d]; the first token has position 0.

@@ -6,10 +6,10 @@ Shapes: B sequences, S tokens each, H hidden size, N attention heads, d = H / N,
 queries and K keys.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,84 +71,57 @@ class Window:
     def write(
         self, trunk: TrunkGraph, operands: tuple[str, str, str], heads: int, width: int
     ) -> str:
-        """Write the attention of each sequence of the dense layout to itself.
-
-        Args:
-            operands: names of queries, keys and values [B, S, H].
-
-        Returns:
-            The name of the attended states [B, S, H].
-        """
+        """Write the attention of each sequence to itself, in the dense layout: [B, S, H]."""
         g, blocks = trunk.g, trunk.once(f"window.{self.distance}", lambda: self._blocks(trunk))
-        size = g.weight("head_shape", np.array([0, 0, heads, -1], np.int64))
 
         def gathered(x: str, rows: str) -> str:  # [B, S, H] -> [B, N, C, L or K, d]
-            turned = g.op("Transpose", [g.op("Reshape", [x, size])], perm=[0, 2, 1, 3])
+            by_head = g.op("Reshape", [x, g.ints(0, 0, heads, -1)])
+            turned = g.op("Transpose", [by_head], perm=[0, 2, 1, 3])
             return g.op("Gather", [turned, rows], axis=2)
 
         query, key, value = operands
-        scale = g.weight("attention_scale", np.array(width**-0.5, np.float32))
-        queries = gathered(g.op("Mul", [query, scale]), blocks.query_rows)
+        queries = gathered(g.op("Mul", [query, g.number(width**-0.5)]), blocks.query_rows)
         keys, values = (gathered(x, blocks.key_rows) for x in (key, value))
         scores = g.op("MatMul", [queries, g.op("Transpose", [keys], perm=[0, 1, 2, 4, 3])])
         scores = g.op("Add", [scores, blocks.mask])
         weights = g.op("Softmax", [_write_raised(g, scores)], axis=-1)
         if trunk.keys:  # as in torch, a token without keys attends to nothing
-            nothing = g.weight("zero_float", np.array(0, np.float32))
-            weights = g.op("Where", [g.op("IsNaN", [weights]), nothing, weights])
+            weights = g.op("Where", [g.op("IsNaN", [weights]), g.number(0.0), weights])
         context = g.op("MatMul", [weights, values])  # [B, N, C, L, d]
         by_token = g.op("Transpose", [context], perm=[0, 2, 3, 1, 4])
-        axis = g.weight("axis_1", np.array([1], np.int64))
-        parts = [
-            g.op("Shape", [query], start=0, end=1),
-            g.weight("minus_1", np.array([-1], np.int64)),
-            g.op("Shape", [query], start=2, end=3),
-        ]
-        rows = g.op("Reshape", [by_token, g.op("Concat", parts, axis=0)])
-        first = g.weight("first_position", np.array([0], np.int64))
-        return g.op("Slice", [rows, first, blocks.tokens, axis])
+        batch, size = (g.op("Shape", [query], start=axis, end=axis + 1) for axis in (0, 2))
+        rows = g.op("Reshape", [by_token, g.op("Concat", [batch, g.ints(-1), size], axis=0)])
+        return g.op("Slice", [rows, g.ints(0), blocks.tokens, g.ints(1)])
 
     def _blocks(self, trunk: TrunkGraph) -> Blocks:
         """Write which tokens are in which block; all layers share them."""
         g = trunk.g
-
-        def number(value: int) -> str:
-            return g.weight(f"number_{value}", np.array(value, np.int64))
-
-        axes = {n: g.weight(f"axis_{n}", np.array([n], np.int64)) for n in (1, 2)}
-        zero, one, distance = number(0), number(1), number(self.distance)
+        zero, one, distance = (g.number(value) for value in (0, 1, self.distance))
         shape = g.op("Shape", [tensors.INPUT_IDS.name], start=1)
         tokens = g.op("Squeeze", [shape])
-        is_short = g.op("LessOrEqual", [tokens, number(_ONE_BLOCK * self.distance)])
+        is_short = g.op("LessOrEqual", [tokens, g.number(_ONE_BLOCK * self.distance)])
         length = g.op("Where", [is_short, tokens, distance])
         margin = g.op("Where", [is_short, zero, distance])
         count = g.op("Div", [g.op("Sub", [g.op("Add", [tokens, length]), one]), length])
         firsts = g.op("Mul", [g.op("Range", [zero, count, one]), length])
-        firsts = g.op("Unsqueeze", [firsts, axes[1]])  # [C, 1]
+        firsts = g.op("Unsqueeze", [firsts, g.ints(1)])  # [C, 1]
         queries = g.op("Add", [firsts, g.op("Range", [zero, length, one])])  # [C, L]
         ends = g.op("Neg", [margin]), g.op("Add", [length, margin])
         keys = g.op("Add", [firsts, g.op("Range", [*ends, one])])  # [C, K]
         last = g.op("Sub", [tokens, one])
         key_rows = g.op("Max", [g.op("Min", [keys, last]), zero])
-        is_token = g.op("Unsqueeze", [g.op("Equal", [keys, key_rows]), axes[1]])
-        columns = g.op("Unsqueeze", [queries, axes[2]])
-        apart = g.op("Abs", [g.op("Sub", [columns, g.op("Unsqueeze", [keys, axes[1]])])])
+        is_token = g.op("Unsqueeze", [g.op("Equal", [keys, key_rows]), g.ints(1)])
+        columns = g.op("Unsqueeze", [queries, g.ints(2)])
+        apart = g.op("Abs", [g.op("Sub", [columns, g.op("Unsqueeze", [keys, g.ints(1)])])])
         is_near = g.op("And", [g.op("LessOrEqual", [apart, distance]), is_token])
         if attended := trunk.attended():
             is_key = g.op("Gather", [attended, key_rows], axis=1)  # [B, C, K]
-            batch_axes = g.weight("axes_1_3", np.array([1, 3], np.int64))
-            is_near = g.op("And", [is_near, g.op("Unsqueeze", [is_key, batch_axes])])
-        constants = [
-            g.weight(name, np.array(value, np.float32))
-            for name, value in (("zero_float", 0), ("minus_infinity", -np.inf))
-        ]
-        mask = g.op("Where", [is_near, *constants])
+            is_near = g.op("And", [is_near, g.op("Unsqueeze", [is_key, g.ints(1, 3)])])
+        mask = g.op("Where", [is_near, g.number(0.0), g.number(-math.inf)])
         return Blocks(g.op("Min", [queries, last]), key_rows, mask, shape)
 
 
 def _write_raised(g: GraphBuilder, scores: str) -> str:
     """Write scores [..., K] that are at most `_LEAST` below the largest of their row."""
-    axis = g.weight("axis_last", np.array([-1], np.int64))
-    largest = g.op("ReduceMax", [scores, axis], keepdims=1)
-    margin = g.weight("score_margin", np.array(_LEAST, np.float32))
-    return g.op("Max", [scores, g.op("Sub", [largest, margin])])
+    largest = g.op("ReduceMax", [scores, g.ints(-1)], keepdims=1)
+    return g.op("Max", [scores, g.op("Sub", [largest, g.number(_LEAST)])])

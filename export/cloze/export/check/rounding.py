@@ -11,7 +11,7 @@ to find a step per token takes several passes over the activations. The second m
 feed-forward network keeps a step per token. docs/decisions/0006-int8.md has the measurements.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -92,6 +92,7 @@ def _record_largest(linears: dict[str, nn.Linear], largest: dict[str, Tensor]) -
             handle.remove()
 
 
+@torch.no_grad()
 def round_weights(
     model: Model, recipe: EmbeddingRecipe, weights: Weights, scales: Mapping[str, InputScale]
 ) -> None:
@@ -112,14 +113,9 @@ def round_weights(
     if weights is Weights.INT8:
         integers = round_to_int8(model.encoder, scales)
     for module in (model, *recipe.steps):
-        _round_to_fp16(module, integers)
-
-
-@torch.no_grad()
-def _round_to_fp16(module: nn.Module, integers: Collection[Tensor]) -> None:
-    for name, parameter in module.named_parameters():
-        if parameter.ndim > 1 and parameter not in integers:
-            parameter.copy_(to_fp16(name, parameter))
+        for name, parameter in module.named_parameters():
+            if parameter.ndim > 1 and parameter not in integers:
+                parameter.copy_(to_fp16(name, parameter))
 
 
 @torch.no_grad()

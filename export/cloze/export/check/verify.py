@@ -104,10 +104,7 @@ class GraphUnderTest:
 
 
 def verify(folder: Path, subject: GraphUnderTest, session: Session | None = None) -> Parity:
-    """Run the graph and torch over every cell of the grid, and write the golden file.
-
-    Args:
-        folder: the folder of the graph; the golden file is written to the same folder.
+    """Run the graph and torch over every cell of the grid; write the golden file beside the graph.
 
     Raises:
         ExportError: an output differs from torch's by more than the tolerance.

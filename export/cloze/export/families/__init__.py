@@ -113,10 +113,4 @@ class Families(UserDict[str, Family]):
 
 FAMILIES: Final = Families()
 
-__all__ = [
-    "BUILT_IN",
-    "FAMILIES",
-    "Family",
-    "HeadSpec",
-    "WordPieceKind",
-]
+__all__ = ["BUILT_IN", "FAMILIES", "Family", "HeadSpec", "WordPieceKind"]

@@ -10,7 +10,7 @@ from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.encoder import Embeddings, Encoder
 from cloze.export.blocks.layer import Layer
 from cloze.export.families import bert
-from cloze.export.families.family import Family, HeadSpec, Rename, Rule
+from cloze.export.families.family import Family, Rename, Rule, classifier, lm_head
 
 _LAYER_NAMES: Final = {
     "attention.query": "attention.query",
@@ -88,17 +88,10 @@ FAMILY: Final = Family(
     prefix="albert.",
     rules=_rules,
     heads={
-        "masked_lm": HeadSpec(
-            {
-                "predictions.dense.{p}": "transform.{p}",
-                "predictions.LayerNorm.{p}": "norm.{p}",
-                "predictions.decoder.{p}": "decoder.{p}",
-                "predictions.bias": "decoder.bias",
-            }
+        "masked_lm": lm_head(
+            "predictions.dense", "predictions.LayerNorm", "predictions.decoder", "predictions.bias"
         ),
-        "sequence_classification": HeadSpec(
-            {"albert.pooler.{p}": "pooler.{p}", "classifier.{p}": "classifier.{p}"}
-        ),
+        "sequence_classification": classifier("albert.pooler"),
         **bert.TOKEN_HEADS,
     },
     class_prefix="Albert",

@@ -13,6 +13,7 @@ from cloze.export.families.family import (
     HeadSpec,
     Rename,
     WordPieceKind,
+    classifier,
     layer_rules,
     refuse_settings,
 )
@@ -106,16 +107,12 @@ TOKEN_HEADS: Final = {
 
 
 def heads(prefix: str) -> dict[str, HeadSpec]:
-    """Return BERT's heads.
-
-    Args:
-        prefix: the first part of tensor names when the encoder is part of a larger module.
-    """
+    """Return BERT's heads; see `Family` for the prefix."""
     pooler = {f"{prefix}pooler.dense.{{p}}": "pooler.{p}"}
     return {
         "masked_lm": HeadSpec(MASKED_LM),
         "next_sentence": HeadSpec(pooler | {"cls.seq_relationship.{p}": "classifier.{p}"}),
-        "sequence_classification": HeadSpec(pooler | {"classifier.{p}": "classifier.{p}"}),
+        "sequence_classification": classifier(f"{prefix}pooler.dense"),
         **TOKEN_HEADS,
     }
 

@@ -7,19 +7,15 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from cloze.export.blocks.config import Convolution, EncoderConfig, RelativePositions
-from cloze.export.blocks.disentangled import (
-    ConvolvedLayer,
-    DisentangledLayer,
-    PositionTable,
-    ProjectedEmbeddings,
-)
-from cloze.export.blocks.encoder import Encoder
+from cloze.export.blocks.disentangled import ConvolvedLayer, DisentangledLayer, PositionTable
+from cloze.export.blocks.encoder import Embeddings, Encoder
 from cloze.export.families import bert
 from cloze.export.families.family import (
     Family,
     HeadSpec,
     Rename,
     Rule,
+    classifier,
     layer_rules,
     refuse_settings,
 )
@@ -92,7 +88,7 @@ def encoder(config: EncoderConfig) -> Encoder:
         (ConvolvedLayer if number == 0 and config.convolution else DisentangledLayer)(config, table)
         for number in range(config.layers)
     ]
-    return Encoder(ProjectedEmbeddings(config), layers, table)
+    return Encoder(Embeddings(config, norm_is_last=True), layers, table)
 
 
 def _rules(config: EncoderConfig) -> tuple[Rule, ...]:
@@ -138,10 +134,7 @@ FAMILY: Final = Family(
                 "words were replaced",
             },
         ),
-        "sequence_classification": HeadSpec(
-            {"pooler.dense.{p}": "pooler.{p}", "classifier.{p}": "classifier.{p}"},
-            activation="gelu",
-        ),
+        "sequence_classification": classifier("pooler.dense", activation="gelu"),
         **bert.TOKEN_HEADS,
     },
     class_prefix="DebertaV2",

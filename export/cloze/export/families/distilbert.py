@@ -9,7 +9,7 @@ from typing import Any, Final
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.encoder import post_norm_encoder
 from cloze.export.families import bert
-from cloze.export.families.family import Family, HeadSpec, WordPieceKind, layer_rules
+from cloze.export.families.family import Family, WordPieceKind, classifier, layer_rules, lm_head
 
 
 def read_config(config: Mapping[str, Any]) -> EncoderConfig:
@@ -56,17 +56,8 @@ FAMILY: Final = Family(
         ),
     ),
     heads={
-        "masked_lm": HeadSpec(
-            {
-                "vocab_transform.{p}": "transform.{p}",
-                "vocab_layer_norm.{p}": "norm.{p}",
-                "vocab_projector.{p}": "decoder.{p}",
-            }
-        ),
-        "sequence_classification": HeadSpec(
-            {"pre_classifier.{p}": "pooler.{p}", "classifier.{p}": "classifier.{p}"},
-            activation="relu",
-        ),
+        "masked_lm": lm_head("vocab_transform", "vocab_layer_norm", "vocab_projector"),
+        "sequence_classification": classifier("pre_classifier", activation="relu"),
         **bert.TOKEN_HEADS,
     },
     class_prefix="DistilBert",

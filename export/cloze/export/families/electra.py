@@ -9,7 +9,7 @@ from typing import Any, Final
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.encoder import post_norm_encoder
 from cloze.export.families import bert
-from cloze.export.families.family import Family, HeadSpec, Rename, WordPieceKind
+from cloze.export.families.family import Family, Rename, WordPieceKind, classifier, lm_head
 
 
 def read_config(config: Mapping[str, Any]) -> EncoderConfig:
@@ -33,21 +33,18 @@ FAMILY: Final = Family(
         *bert.LAYER_RULES,
     ),
     heads={
-        "masked_lm": HeadSpec(
-            {
-                "generator_predictions.dense.{p}": "transform.{p}",
-                "generator_predictions.LayerNorm.{p}": "norm.{p}",
-                "generator_lm_head.{p}": "decoder.{p}",
-            },
+        "masked_lm": lm_head(
+            "generator_predictions.dense",
+            "generator_predictions.LayerNorm",
+            "generator_lm_head",
             activation="gelu",
             without={
                 "discriminator_predictions": "the checkpoint is a discriminator, which only says "
                 "which words were replaced; the generator of the same name fills masks"
             },
         ),
-        "sequence_classification": HeadSpec(
-            {"classifier.dense.{p}": "pooler.{p}", "classifier.out_proj.{p}": "classifier.{p}"},
-            activation="gelu",
+        "sequence_classification": classifier(
+            "classifier.dense", "classifier.out_proj", activation="gelu"
         ),
         **bert.TOKEN_HEADS,
     },

@@ -190,6 +190,23 @@ class HeadSpec:
         return any(ours.startswith(f"{part}.") for ours in self.tensors.values())
 
 
+def lm_head(dense: str, norm: str, decoder: str, bias: str = "", **others: Any) -> HeadSpec:
+    """Return a head of masked language modelling by the names of its layers in a checkpoint.
+
+    Args:
+        bias: the name of a bias that is no tensor of the decoder's layer; "": there is none.
+        others: see `HeadSpec`.
+    """
+    layers = {dense: "transform", norm: "norm", decoder: "decoder"}
+    tensors = {f"{theirs}.{{p}}": f"{ours}.{{p}}" for theirs, ours in layers.items()}
+    return HeadSpec(tensors | ({bias: "decoder.bias"} if bias else {}), **others)
+
+
+def classifier(pooler: str, last: str = "classifier", **others: Any) -> HeadSpec:
+    """Return a head for whole texts by the names of its two layers in a checkpoint."""
+    return HeadSpec({f"{pooler}.{{p}}": "pooler.{p}", f"{last}.{{p}}": "classifier.{p}"}, **others)
+
+
 @dataclass(frozen=True, slots=True)
 class WordPieceKind:
     """The WordPiece tokenizer that a family's ``vocab.txt`` describes.

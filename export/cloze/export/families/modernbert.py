@@ -12,7 +12,14 @@ from cloze.export.blocks.layer import PreNormLayer, make_norm
 from cloze.export.blocks.rotary import Rotary
 from cloze.export.blocks.window import Window
 from cloze.export.families import bert
-from cloze.export.families.family import Family, HeadSpec, Rename, Split, packed_attention
+from cloze.export.families.family import (
+    Family,
+    HeadSpec,
+    Rename,
+    Split,
+    lm_head,
+    packed_attention,
+)
 from cloze.model_store.layouts import Layout
 from cloze.model_store.limits import MAX_LAYERS
 
@@ -125,14 +132,7 @@ FAMILY: Final = Family(
         Rename(f"{_LAYER}.mlp.Wo.{{p}}", f"{_OURS}.down.{{p}}"),
     ),
     heads={
-        "masked_lm": HeadSpec(
-            {
-                "head.dense.{p}": "transform.{p}",
-                "head.norm.{p}": "norm.{p}",
-                "decoder.{p}": "decoder.{p}",
-            },
-            needs_class=True,
-        ),
+        "masked_lm": lm_head("head.dense", "head.norm", "decoder", needs_class=True),
         "sequence_classification": HeadSpec(
             {
                 "head.dense.{p}": "pooler.{p}",

@@ -13,15 +13,15 @@ from cloze.export.blocks.encoder import post_norm_encoder
 from cloze.export.families import bert, gte
 from cloze.export.families.family import (
     Family,
-    HeadSpec,
     Rename,
     Rule,
     WordPieceKind,
+    classifier,
     layer_rules,
+    lm_head,
     packed_attention,
     refuse_settings,
 )
-from cloze.export.families.rotary_settings import check_classes, read_rotary
 
 TRAINED_POSITIONS: Final = 2048
 """The longest texts of the training. Longer ones would need another base for each length."""
@@ -68,7 +68,7 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
         ValueError: a setting names another architecture, or both names of a setting are given and
             differ.
     """
-    check_classes(config, "NomicBert")
+    gte.check_classes(config, "NomicBert")
     refuse_settings(config, _REFUSED)
     settings = {name: value for name, value in config.items() if name != "auto_map"}
     for name, theirs in _HUB_NAMES.items():
@@ -89,7 +89,7 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
     if "intermediate_size" not in settings:
         inner = settings.get("n_inner") or 4 * settings["hidden_size"]
         settings["intermediate_size"] = -(-inner // _INNER_MULTIPLE) * _INNER_MULTIPLE
-    base, _ = read_rotary(settings, settings.get("rotary_emb_base"))
+    base, _ = gte.read_rotary(settings, settings.get("rotary_emb_base"))
     trained = settings.get("max_trained_positions") or TRAINED_POSITIONS
     return bert.read_sizes(
         "nomic_bert",
@@ -131,18 +131,14 @@ FAMILY: Final = Family(
     other_prefixes=("bert.",),
     rules=lambda _: _RULES,
     heads={
-        "masked_lm": HeadSpec(
-            {
-                "cls.predictions.transform.dense.{p}": "transform.{p}",
-                "cls.predictions.transform.layer_norm.{p}": "norm.{p}",
-                "cls.predictions.decoder.{p}": "decoder.{p}",
-                "cls.predictions.bias": "decoder.bias",
-            },
+        "masked_lm": lm_head(
+            "cls.predictions.transform.dense",
+            "cls.predictions.transform.layer_norm",
+            "cls.predictions.decoder",
+            "cls.predictions.bias",
             zeros=frozenset({"transform.bias", "decoder.bias"}),
         ),
-        "sequence_classification": HeadSpec(
-            {"nomic_bert.pooler.dense.{p}": "pooler.{p}", "classifier.{p}": "classifier.{p}"}
-        ),
+        "sequence_classification": classifier("nomic_bert.pooler.dense"),
         **bert.TOKEN_HEADS,
     },
     class_prefix="NomicBert",

@@ -12,7 +12,7 @@ from typing import Any, Final
 from cloze.export.blocks.config import USUAL_PADDING_ID, EncoderConfig
 from cloze.export.blocks.encoder import post_norm_encoder
 from cloze.export.families import bert
-from cloze.export.families.family import Family, Fold, HeadSpec, Slice
+from cloze.export.families.family import Family, Fold, Slice, classifier, lm_head
 
 FIRST_POSITION: Final = USUAL_PADDING_ID + 1
 """The usual row of the first token's position. The rows up to the padding's id are unused."""
@@ -22,18 +22,10 @@ POSITIONS_FROM_2: Final = Slice(
 )
 
 ROBERTA_HEADS: Final = {
-    "masked_lm": HeadSpec(
-        {
-            "lm_head.dense.{p}": "transform.{p}",
-            "lm_head.layer_norm.{p}": "norm.{p}",
-            "lm_head.decoder.{p}": "decoder.{p}",
-            "lm_head.bias": "decoder.bias",
-        },
-        activation="gelu",
+    "masked_lm": lm_head(
+        "lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias", activation="gelu"
     ),
-    "sequence_classification": HeadSpec(
-        {"classifier.dense.{p}": "pooler.{p}", "classifier.out_proj.{p}": "classifier.{p}"}
-    ),
+    "sequence_classification": classifier("classifier.dense", "classifier.out_proj"),
     **bert.TOKEN_HEADS,
 }
 

@@ -11,7 +11,6 @@ Each sequence has its own A [R, in] and B^T [R, out], gathered from tables of ro
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
 from onnx import TensorProto
 from torch import nn
 
@@ -132,15 +131,14 @@ class AdaptedInt8(AdaptedFp32, Int8):
     def _write_ratio(self, x: str, step: float) -> str:
         """Write how many times the fixed step the step of each token is: [B, S, 1], at least 1."""
         g = self.g
-        one, axis = self._one(), g.weight("axis_last", np.array([-1], np.int64))
+        one, axis = g.number(1.0), g.ints(-1)
         if not self._is_adapted:
             rows = g.op("Cast", [adapter_section.LAYER_ROWS_IN.name], to=TensorProto.FLOAT)
             total = g.op("ReduceSum", [rows, axis], keepdims=1)  # [B, 1]; row 0 means none
-            some = g.op("Greater", [total, g.weight("zero", np.array(0, np.float32))])
+            some = g.op("Greater", [total, g.number(0.0)])
             self._is_adapted = g.op("Unsqueeze", [some, axis])  # [B, 1, 1]
         largest = g.op("ReduceMax", [g.op("Abs", [x]), axis], keepdims=1)
-        limit = g.weight(f"fixed_limit_{step!r}", np.array(step * LARGEST_INT8, np.float32))
-        ratio = g.op("Max", [g.op("Div", [largest, limit]), one])
+        ratio = g.op("Max", [g.op("Div", [largest, g.number(step * LARGEST_INT8)]), one])
         return g.op("Where", [self._is_adapted, ratio, one])
 
     def _multiply(self, x: LinearInput, integers: str, steps: str) -> str:

@@ -117,6 +117,15 @@ class GraphBuilder:
         )
         return name
 
+    def ints(self, *values: int) -> str:
+        """Add a constant int64 [n], such as a shape or an axis, and return its name."""
+        return self.weight("_".join(map(str, ("ints", *values))), np.array(values, np.int64))
+
+    def number(self, value: float) -> str:
+        """Add a constant without an axis: int64 for an int, else float32; return its name."""
+        dtype = np.int64 if isinstance(value, int) else np.float32
+        return self.weight(f"number_{value!r}", np.array(value, dtype))
+
     def own(self, weight: str) -> str:
         """Return a name of a weight that no other node has: the weight's own, then further ones.
 

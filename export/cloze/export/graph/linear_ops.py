@@ -41,8 +41,6 @@ _SMALLEST_STEP = 1e-12
 _ZERO_POINT = 128
 """The integer that stands for zero in activations: the fast kernel takes u8 x s8."""
 
-_AXIS_1, _AXIS_LAST = np.array([1], np.int64), np.array([-1], np.int64)
-
 
 @dataclass(frozen=True, slots=True)
 class InputScale:
@@ -171,7 +169,7 @@ class LinearOps:
     def _to_floats(self, integers: str, steps: str) -> str:
         """Write ``integers * steps`` in float32: [..., H] and [...] -> [..., H]."""
         g = self.g
-        column = g.op("Unsqueeze", [steps, g.weight("axis_last", _AXIS_LAST)])
+        column = g.op("Unsqueeze", [steps, g.ints(-1)])
         return g.op("Mul", [g.op("Cast", [integers], to=TensorProto.FLOAT), column])
 
     def _int8_matrix(self, x: LinearInput, name: str, weight: Tensor) -> tuple[str, str]:
@@ -200,7 +198,7 @@ class LinearOps:
         factors = self._reciprocal_factors(x)
         if not factors:
             return matrix
-        return g.op("Mul", [matrix, g.op("Unsqueeze", [factors, g.weight("axis_1", _AXIS_1)])])
+        return g.op("Mul", [matrix, g.op("Unsqueeze", [factors, g.ints(1)])])
 
 
 class Fp16(LinearOps):
@@ -258,7 +256,7 @@ class Int8(LinearOps):
         """See `LinearOps`."""
         g = self.g
         if (scale := self._scales.get(name)) is None:
-            return self._quantise_tokens(x, g.weight("axis_last", _AXIS_LAST), least)
+            return self._quantise_tokens(x, g.ints(-1), least)
         if factors := self._reciprocal_factors(LinearInput(x, name, scale)):
             x = g.op("Mul", [x, factors])
         step = g.weight(f"{name}.step", np.array(scale.step, np.float32))
@@ -282,7 +280,7 @@ class Int8(LinearOps):
         """See `LinearOps`."""
         g = self.g
         # Not axis -1: onnxruntime 1.31 reduces a negative axis of zero rows to a wrong shape.
-        rows = self._quantise_tokens(x, g.weight("axis_1", _AXIS_1))
+        rows = self._quantise_tokens(x, g.ints(1))
         integers, steps = quantise(weight)
         if self._integers:  # the table's integers, which the runtime transposes once, on opening
             stored = g.own(g.weight(f"{table}.int8", integers))
@@ -297,27 +295,22 @@ class Int8(LinearOps):
         g = self.g
         if least is None:
             largest = g.op("ReduceMax", [g.op("Abs", [x]), axis], keepdims=1)
-            smallest = g.weight("smallest_step", np.array(_SMALLEST_STEP, np.float32))
+            smallest = g.number(_SMALLEST_STEP)
         else:  # a pass over x less: its largest number is its largest absolute number, or -least is
             largest = g.op("ReduceMax", [x, axis], keepdims=1)
-            bound = np.array(max(-least / LARGEST_INT8, _SMALLEST_STEP), np.float32)
-            smallest = g.weight("smallest_step_of_bounded", bound)
-        most = g.weight("largest_integer", np.array(LARGEST_INT8, np.float32))
-        step = g.op("Max", [g.op("Div", [largest, most]), smallest])
+            smallest = g.number(max(-least / LARGEST_INT8, _SMALLEST_STEP))
+        step = g.op("Max", [g.op("Div", [largest, g.number(float(LARGEST_INT8))]), smallest])
         scaled = g.op("Div", [x, step])
         return LinearInput(
-            g.op("QuantizeLinear", [scaled, self._one(), self._zero_point()]), step=step
+            g.op("QuantizeLinear", [scaled, g.number(1.0), self._zero_point()]), step=step
         )
 
     def _multiply(self, x: LinearInput, integers: str, steps: str) -> str:
         fixed = x.scale is not None
-        step = x.step if fixed else self._one()
+        step = x.step if fixed else self.g.number(1.0)
         inputs = [x.value, integers, step, steps, self._zero_point()]
         product = self.g.op("MatMulIntegerToFloat", inputs, domain=FUSED)
         return product if fixed else self.g.op("Mul", [product, x.step])
-
-    def _one(self) -> str:
-        return self.g.weight("one", np.array(1, np.float32))
 
     def _zero_point(self) -> str:
         return self.g.weight("zero_point", np.array(_ZERO_POINT, np.uint8))

@@ -7,16 +7,18 @@ operators with those kernels.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
@@ -84,47 +86,30 @@ def _on_cuda(file: Path, options: ort.SessionOptions) -> Session:
 Array = NDArray[Any]
 
 
-class MatMul(OpRun):
-    """``a @ b`` with sums in fp32; numpy sums fp16 in fp16."""
-
-    op_domain = ""
-
-    def _run(self, a: Array, b: Array) -> tuple[Array]:
-        return ((a.astype(np.float32) @ b.astype(np.float32)).astype(a.dtype),)
-
-
-class PackedMultiHeadAttention(OpRun):
-    """Attention within each sequence.
-
-    ``query``, ``key``, ``value`` [T, H] and ``cu_seqlens`` [B + 1] -> [T, H].
-    """
-
-    op_domain = FUSED
-
-    def _run(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        bias: Array | None,
-        token_offset: Array,
-        cu_seqlens: Array,
-        *,
-        num_heads: int,
-    ) -> tuple[Array]:
-        assert bias is None
-        _check_token_offset(token_offset, cu_seqlens)
-        result = np.empty_like(query)
-        for begin, end in pairwise(cu_seqlens):
-            q, k, v = (
-                x[begin:end].astype(np.float32).reshape(end - begin, num_heads, -1).swapaxes(0, 1)
-                for x in (query, key, value)
-            )
-            scores = q @ k.swapaxes(1, 2) / np.sqrt(q.shape[-1])  # [N, S, S]
-            weights = np.exp(scores - scores.max(-1, keepdims=True))
-            context = weights @ v / weights.sum(-1, keepdims=True)
-            result[begin:end] = context.swapaxes(0, 1).reshape(end - begin, -1)
-        return (result,)
+def _attend_packed(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None,
+    token_offset: Array,
+    cu_seqlens: Array,
+    *,
+    num_heads: int,
+) -> Array:
+    """Attend within each sequence: ``query``, ``key``, ``value`` [T, H], ``cu_seqlens`` [B + 1]."""
+    assert bias is None
+    _check_token_offset(token_offset, cu_seqlens)
+    result = np.empty_like(query, np.float32)
+    for begin, end in pairwise(cu_seqlens):
+        q, k, v = (
+            torch.from_numpy(x[begin:end].astype(np.float32))
+            .view(end - begin, num_heads, -1)
+            .transpose(0, 1)
+            for x in (query, key, value)
+        )
+        context = F.scaled_dot_product_attention(q, k, v)
+        result[begin:end] = context.transpose(0, 1).flatten(1)
+    return result
 
 
 def _check_token_offset(token_offset: Array, cu_seqlens: Array) -> None:
@@ -140,103 +125,72 @@ def _check_token_offset(token_offset: Array, cu_seqlens: Array) -> None:
         raise ValueError("token_offset does not name every cell once")
 
 
-class SkipLayerNormalization(OpRun):
-    """``LayerNorm(x + skip + bias)``."""
-
-    op_domain = FUSED
-
-    def _run(
-        self,
-        x: Array,
-        skip: Array,
-        scale: Array,
-        shift: Array,
-        bias: Array | None = None,
-        *,
-        epsilon: float,
-    ) -> tuple[Array]:
-        total = x.astype(np.float32) + skip
-        if bias is not None:
-            total += bias
-        centred = total - total.mean(-1, keepdims=True)
-        variance = np.square(centred).mean(-1, keepdims=True)
-        normal = centred / np.sqrt(variance + epsilon)
-        return ((normal * scale + shift).astype(x.dtype),)
+def _skip_norm(
+    x: Array, skip: Array, scale: Array, shift: Array, bias: Array | float = 0.0, *, epsilon: float
+) -> Array:
+    total = x.astype(np.float32) + skip + bias
+    centred = total - total.mean(-1, keepdims=True)
+    variance = np.square(centred).mean(-1, keepdims=True)
+    return centred / np.sqrt(variance + epsilon) * scale + shift  # type: ignore[no-any-return]
 
 
-class BiasGelu(OpRun):
-    """``gelu(x + bias)``, exact (Hendrycks & Gimpel 2016)."""
-
-    op_domain = FUSED
-
-    def _run(self, x: Array, bias: Array) -> tuple[Array]:
-        return (_gelu(x, bias, "none"),)
-
-
-class FastGelu(OpRun):
-    """``gelu(x + bias)``, approximated with tanh."""
-
-    op_domain = FUSED
-
-    def _run(self, x: Array, bias: Array) -> tuple[Array]:
-        return (_gelu(x, bias, "tanh"),)
-
-
-class QuickGelu(OpRun):
-    """``x * sigmoid(alpha * x)``."""
-
-    op_domain = FUSED
-
-    def _run(self, x: Array, *, alpha: float) -> tuple[Array]:
-        wide = x.astype(np.float32)
-        return ((wide / (1 + np.exp(-alpha * wide))).astype(x.dtype),)
-
-
-class RotaryEmbedding(OpRun):
-    """Rotary positions of ``x`` [B, S, H], by halves (Su et al. 2021, section 3.2)."""
-
-    op_domain = FUSED
-
-    def _run(
-        self,
-        x: Array,
-        position_ids: Array,
-        cos: Array,
-        sin: Array,
-        *,
-        num_heads: int,
-        rotary_embedding_dim: int,
-        interleaved: int = 0,
-    ) -> tuple[Array]:
-        assert not interleaved
-        heads = x.astype(np.float32).reshape(*x.shape[:2], num_heads, -1)
-        half = rotary_embedding_dim // 2
-        one, other = heads[..., :half], heads[..., half : 2 * half]
-        c, s = (table[position_ids].astype(np.float32)[:, :, None] for table in (cos, sin))
-        turned = [one * c - other * s, other * c + one * s, heads[..., 2 * half :]]
-        return (np.concatenate(turned, -1).reshape(x.shape).astype(x.dtype),)
-
-
-def _gelu(x: Array, bias: Array, approximate: str) -> Array:
+def _gelu(x: Array, bias: Array, approximate: str = "none") -> Array:
     # The kernel computes the sum in the type of its terms.
     total = torch.from_numpy((x + bias).astype(np.float32))
-    result: Array = torch.nn.functional.gelu(total, approximate=approximate).numpy().astype(x.dtype)
-    return result
+    return F.gelu(total, approximate=approximate).numpy()
+
+
+def _quick_gelu(x: Array, *, alpha: float) -> Array:
+    wide = x.astype(np.float32)
+    return wide / (1 + np.exp(-alpha * wide))  # type: ignore[no-any-return]
+
+
+def _rotate(
+    x: Array,
+    position_ids: Array,
+    cos: Array,
+    sin: Array,
+    *,
+    num_heads: int,
+    rotary_embedding_dim: int,
+    interleaved: int = 0,
+) -> Array:
+    """Turn ``x`` [B, S, H] by its positions, by halves (Su et al. 2021, section 3.2)."""
+    assert not interleaved
+    heads = x.astype(np.float32).reshape(*x.shape[:2], num_heads, -1)
+    half = rotary_embedding_dim // 2
+    one, other = heads[..., :half], heads[..., half : 2 * half]
+    c, s = (table[position_ids].astype(np.float32)[:, :, None] for table in (cos, sin))
+    turned = [one * c - other * s, other * c + one * s, heads[..., 2 * half :]]
+    return np.concatenate(turned, -1).reshape(x.shape)
+
+
+_OPERATORS: Final[Mapping[tuple[str, str], Callable[..., Array]]] = {
+    ("", "MatMul"): lambda a, b: a.astype(np.float32) @ b.astype(np.float32),
+    (FUSED, "PackedMultiHeadAttention"): _attend_packed,
+    (FUSED, "SkipLayerNormalization"): _skip_norm,
+    (FUSED, "RotaryEmbedding"): _rotate,
+    (FUSED, "BiasGelu"): _gelu,
+    (FUSED, "FastGelu"): partial(_gelu, approximate="tanh"),
+    (FUSED, "QuickGelu"): _quick_gelu,
+}
+"""Domain and name of an operator -> the operator in fp32."""
+
+
+def _operator(domain: str, name: str, compute: Callable[..., Array]) -> type[OpRun]:
+    """Return a class of ONNX's reference; the result has the type of the first input."""
+
+    def run(_: OpRun, x: Array, *inputs: Array | None, **attributes: Any) -> tuple[Array]:
+        return (compute(x, *inputs, **attributes).astype(x.dtype),)
+
+    return type(name, (OpRun,), {"op_domain": domain, "_run": run})
 
 
 class ReferenceSession:
     """Runs a packed graph with the interface of an onnxruntime session."""
 
     def __init__(self, file: Path) -> None:
-        operators = [
-            MatMul,
-            PackedMultiHeadAttention,
-            SkipLayerNormalization,
-            RotaryEmbedding,
-            BiasGelu,
-            FastGelu,
-            QuickGelu,
-        ]
+        operators = [_operator(*names, compute) for names, compute in _OPERATORS.items()]
         self._evaluator = ReferenceEvaluator(onnx.load(file), new_ops=operators)
 
     def run(self, output_names: Sequence[str], feeds: dict[str, Array]) -> list[Array]:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, ClassVar, TypeVar
 
-import numpy as np
 import torch
 from onnx import TensorProto
 from torch import Tensor, nn
@@ -23,9 +22,6 @@ class TrunkGraph:
 
     Hidden states are [B, S, H]. Without padding no mask is needed, and the flash kernel of a CPU
     runs.
-
-    Args:
-        linear_ops: writes products and constants in the graph's precision.
 
     Attributes:
         keys: name of the number of each sequence's first tokens to which tokens attend, int32 [B];
@@ -54,18 +50,16 @@ class TrunkGraph:
         if not self.keys:
             return ""
         g = self.g
-        bounds = [g.weight(f"number_{n}", np.array(n, np.int64)) for n in (0, 1)]
         tokens = g.op("Squeeze", [g.op("Shape", [tensors.INPUT_IDS.name], start=1)])
         keys = g.op("Cast", [self.keys], to=TensorProto.INT64)
-        column = g.op("Unsqueeze", [keys, g.weight("axis_1", np.array([1], np.int64))])
-        return g.op("Less", [g.op("Range", [bounds[0], tokens, bounds[1]]), column])
+        column = g.op("Unsqueeze", [keys, g.ints(1)])
+        return g.op("Less", [g.op("Range", [g.number(0), tokens, g.number(1)]), column])
 
     def positions(self, table: Tensor) -> str:
         """Write the row of each token's position in a table [P, H]."""
         g = self.g
         rows = g.weight(tensors.POSITION_TABLE, table)
-        first = g.weight("first_position", np.array([0], np.int64))
-        return g.op("Slice", [rows, first, g.op("Shape", [tensors.INPUT_IDS.name], start=1)])
+        return g.op("Slice", [rows, g.ints(0), g.op("Shape", [tensors.INPUT_IDS.name], start=1)])
 
     def norm(self, x: str, name: str, norm: nn.LayerNorm) -> str:
         """Write ``LayerNorm(x)``."""
@@ -84,8 +78,8 @@ class TrunkGraph:
                 error of the runtime.
             sizes: the attributes of ``RotaryEmbedding``.
         """
-        first = self.g.weight("first_position", np.array([0], np.int64))
-        return self.g.op("RotaryEmbedding", [x, first, *tables], domain=FUSED, **sizes)
+        inputs = [x, self.g.ints(0), *tables]
+        return self.g.op("RotaryEmbedding", inputs, domain=FUSED, **sizes)
 
     def attend(
         self, operands: tuple[str, str, str], heads: int, bias: str = "", scale: float | None = None
@@ -170,7 +164,7 @@ class PackedTrunk(TrunkGraph):
 
     def rotate(self, x: str, tables: Sequence[str], **sizes: int) -> str:
         """See `TrunkGraph`. The operator takes the tokens of all sequences as one sequence."""
-        g, axis = self.g, self.g.weight("axis_0", np.array([0], np.int64))
+        g, axis = self.g, self.g.ints(0)
 
         def write_positions() -> str:
             position_ids = g.op("Cast", [self.declare(tensors.POSITION_IDS)], to=TensorProto.INT64)

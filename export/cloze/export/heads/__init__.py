@@ -39,11 +39,4 @@ SPAN: Final = token_classification.SPAN.head.name
 EMBEDDING: Final = embedding.EMBEDDING.head.name
 
 
-__all__ = [
-    "EMBEDDING",
-    "EXPORT_HEADS",
-    "MASKED_LM",
-    "NEXT_SENTENCE",
-    "SPAN",
-    "ExportHead",
-]
+__all__ = ["EMBEDDING", "EXPORT_HEADS", "MASKED_LM", "NEXT_SENTENCE", "SPAN", "ExportHead"]

@@ -1,22 +1,26 @@
-"""Embeddings of texts, tokens and layers. Their recipe is the module: poolings, graphs, figures."""
+"""Embeddings of texts, tokens and layers. Their recipe is the module: pooling, steps, figures."""
 
-from collections.abc import Sequence
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from onnx import TensorProto
-from torch import Tensor
+from torch import Tensor, nn
 
 from cloze.export.errors import ExportError
-from cloze.export.graph.builder import GraphBuilder
-from cloze.export.heads.embedding_steps import Step
+from cloze.export.graph.builder import GraphBuilder, layer_norm, linear
 from cloze.export.heads.head import (
     ExportHead,
+    HeadBatch,
     HeadGraph,
     SampleSizes,
     compared,
+    cosines,
     figure,
     mean_cosine,
     token_rows,
@@ -27,7 +31,147 @@ from cloze.export.measure.texts import GateTexts
 from cloze.model_store.heads import Pooling, embedding, layer_embedding, token_embedding
 from cloze.model_store.heads.embedding import EmbeddingRequest
 from cloze.model_store.heads.layer_embedding import LayerEmbeddingRequest
-from cloze.model_store.layouts import Layout, Placement
+from cloze.model_store.layouts import Layout
+
+# ---- sentence-transformers' modules after the pooling --------------------------------------------
+
+_SMALLEST_LENGTH = 1e-12
+"""A shorter vector is divided by this length, as by `F.normalize`."""
+
+
+def _operator(name: str, **attributes: Any) -> Callable[[GraphBuilder, str], str]:
+    return lambda g, x: g.op(name, [x], **attributes)
+
+
+def _clip(least: float, most: float) -> Callable[[GraphBuilder, str], str]:
+    return lambda g, x: g.op("Clip", [x, g.number(least), g.number(most)])
+
+
+DENSE_ACTIVATIONS: Final[Mapping[str, Callable[[GraphBuilder, str], str]]] = {
+    "Identity": lambda _, x: x,
+    "Tanh": _operator("Tanh"),
+    "ReLU": _operator("Relu"),
+    "GELU": _operator("Gelu"),
+    "SiLU": lambda g, x: g.op("Mul", [x, g.op("Sigmoid", [x])]),
+    "Sigmoid": _operator("Sigmoid"),
+    "ELU": _operator("Elu"),
+    "SELU": _operator("Selu"),
+    "LeakyReLU": _operator("LeakyRelu", alpha=0.01),
+    "Softplus": _operator("Softplus"),
+    "Softsign": _operator("Softsign"),
+    "Mish": _operator("Mish"),
+    "Hardswish": _operator("HardSwish"),
+    "CELU": _operator("Celu"),
+    "ReLU6": _clip(0.0, 6.0),
+    "Hardtanh": _clip(-1.0, 1.0),
+    "Hardsigmoid": _operator("HardSigmoid", alpha=1 / 6, beta=0.5),
+    "Hardshrink": _operator("Shrink", lambd=0.5, bias=0.0),
+    "Softshrink": _operator("Shrink", lambd=0.5, bias=0.5),
+    "Tanhshrink": lambda g, x: g.op("Sub", [x, g.op("Tanh", [x])]),
+    "LogSigmoid": lambda g, x: g.op("Neg", [g.op("Softplus", [g.op("Neg", [x])])]),
+    "Softmax": _operator("Softmax", axis=1),
+    "LogSoftmax": _operator("LogSoftmax", axis=1),
+    "Softmin": lambda g, x: g.op("Softmax", [g.op("Neg", [x])], axis=1),
+}
+"""Writes each activation of ``torch.nn`` without weights or arguments, by the name of its class.
+
+RReLU, which is random in training, and GLU, which halves the vector, are not among them.
+"""
+
+_OF_ALL_NUMBERS: Final = frozenset({"Softmax", "LogSoftmax", "Softmin"})
+"""The activations whose numbers depend on all numbers of the vector."""
+
+
+class Step(nn.Module, ABC):
+    """A module after the pooling, which maps [E, D] to [E, D']."""
+
+    @abstractmethod
+    def write(self, g: GraphBuilder, x: str, name: str) -> str:
+        """Write the module."""
+
+    @property
+    def dimensions(self) -> int | None:
+        """D'; None: as many as before."""
+        return None
+
+
+class Projection(Step):
+    """A dense layer (sentence-transformers' ``Dense``), with an optional residual connection."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str = "Identity",
+        residual: Tensor | bool = False,
+    ) -> None:
+        super().__init__()
+        self.linear = nn.Linear(weight.shape[1], weight.shape[0])
+        self.linear.weight.data = weight.float()
+        self.linear.bias.data = torch.zeros(weight.shape[0]) if bias is None else bias.float()
+        self.activation = activation
+        dimension = {"dim": 1} if activation in _OF_ALL_NUMBERS else {}
+        self.function: nn.Module = getattr(nn, activation)(**dimension)
+        self.adds_input = residual is not False
+        self.residual: nn.Linear | None = None
+        if isinstance(residual, Tensor):
+            self.residual = nn.Linear(residual.shape[1], residual.shape[0], bias=False)
+            self.residual.weight.data = residual.float()
+
+    @property
+    def dimensions(self) -> int:
+        """See `Step`."""
+        return self.linear.out_features
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        """Project ``pooled`` [E, D] to [E, D']."""
+        projected: Tensor = self.function(self.linear(pooled))
+        if not self.adds_input:
+            return projected
+        added: Tensor = pooled if self.residual is None else self.residual(pooled)
+        return projected + added
+
+    def write(self, g: GraphBuilder, x: str, name: str) -> str:
+        """See `Step`."""
+        projected = DENSE_ACTIVATIONS[self.activation](g, linear(g, x, name, self.linear))
+        if not self.adds_input:
+            return projected
+        if self.residual is not None:
+            x = g.op("MatMul", [x, g.weight(f"{name}.residual", self.residual.weight.t())])
+        return g.op("Add", [projected, x])
+
+
+class Norm(Step):
+    """sentence-transformers' ``LayerNorm``."""
+
+    def __init__(self, weight: Tensor, bias: Tensor) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(len(weight))
+        self.norm.weight.data, self.norm.bias.data = weight.float(), bias.float()
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        """Normalise ``pooled`` [E, D]."""
+        return self.norm(pooled)  # type: ignore[no-any-return]
+
+    def write(self, g: GraphBuilder, x: str, name: str) -> str:
+        """See `Step`."""
+        return layer_norm(g, x, name, self.norm)
+
+
+class UnitLength(Step):
+    """sentence-transformers' ``Normalize`` before another module."""
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        """Return ``pooled`` [E, D] with rows of length 1."""
+        return F.normalize(pooled, dim=1, eps=_SMALLEST_LENGTH)
+
+    def write(self, g: GraphBuilder, x: str, name: str) -> str:  # noqa: ARG002
+        """See `Step`."""
+        length = g.op("ReduceL2", [x, g.ints(1)], keepdims=1)
+        return g.op("Div", [x, g.op("Max", [length, g.number(_SMALLEST_LENGTH)])])
+
+
+# ---- embeddings of texts -------------------------------------------------------------------------
 
 _PAIR_TOKENS = 128
 
@@ -124,19 +268,19 @@ def _pool_dense(recipe: EmbeddingRecipe, graph: HeadGraph) -> str:
 
 def _pooled(g: GraphBuilder, sequences: str, first: str, pooling: Pooling) -> str:
     """Write one vector per sequence, [E, S, H] -> [E, H], of the positions from ``first`` on."""
-    axis = g.weight("axis_1", np.array([1], np.int64))
+    axis = g.ints(1)
     match pooling:
         case Pooling.LAST:
-            return g.op("Gather", [sequences, g.weight("last", np.array(-1, np.int64))], axis=1)
+            return g.op("Gather", [sequences, g.number(-1)], axis=1)
         case Pooling.CLS if not first:
-            return g.op("Gather", [sequences, g.weight("first", np.array(0, np.int64))], axis=1)
+            return g.op("Gather", [sequences, g.number(0)], axis=1)
         case Pooling.MEAN if not first:
             return g.op("ReduceMean", [sequences, axis], keepdims=0)
         case Pooling.MAX if not first:
             return g.op("ReduceMax", [sequences, axis], keepdims=0)
-    zero, one = (g.weight(f"number_{n}", np.array(n, np.int64)) for n in (0, 1))
+    one = g.number(1)
     length = g.op("Squeeze", [g.op("Shape", [sequences], start=1, end=2)])
-    positions = g.op("Range", [zero, length, one])  # [S]
+    positions = g.op("Range", [g.number(0), length, one])  # [S]
     column = (
         g.op("Unsqueeze", [g.op("Cast", [first], to=TensorProto.INT64), axis])  # [E, 1]
         if first
@@ -144,10 +288,10 @@ def _pooled(g: GraphBuilder, sequences: str, first: str, pooling: Pooling) -> st
     )
     is_first = pooling is Pooling.CLS
     counts = g.op("Equal" if is_first else "GreaterOrEqual", [positions, column])  # [E, S]
-    last_axis = g.weight("axis_2", np.array([2], np.int64))
+    last_axis = g.ints(2)
     if pooling is Pooling.MAX:
-        lowest = g.weight("lowest", np.array(-np.inf, np.float32))
-        real = g.op("Where", [g.op("Unsqueeze", [counts, last_axis]), sequences, lowest])
+        columns = g.op("Unsqueeze", [counts, last_axis])
+        real = g.op("Where", [columns, sequences, g.number(-math.inf)])
         return g.op("ReduceMax", [real, axis], keepdims=0)
     weights = g.op("Cast", [counts], to=TensorProto.FLOAT)
     if pooling is Pooling.WEIGHTED_MEAN:
@@ -170,36 +314,28 @@ def _pool_packed(recipe: EmbeddingRecipe, graph: HeadGraph) -> str:
             "leave out --precision fp16"
         )
     sequences = graph.gather(embedding.POOL_ROWS)  # [E, I, H]
-    axis = g.weight("axis_1", np.array([1], np.int64))
+    axis = g.ints(1)
     if recipe.pooling is Pooling.MAX:
         return g.op("ReduceMax", [sequences, axis], keepdims=0)
     weights = g.op("Unsqueeze", [graph.input(embedding.POOL_WEIGHTS), axis])  # [E, 1, I]
     return g.op("Squeeze", [g.op("MatMul", [weights, sequences]), axis])
 
 
-def _reference(
-    recipe: EmbeddingRecipe, states: Tensor, requests: Sequence[Any], placement: Placement
-) -> dict[str, Tensor]:
-    rows = states[-1]
-    starts = placement.starts.tolist()
+def _reference(recipe: EmbeddingRecipe, batch: HeadBatch) -> dict[str, Tensor]:
     pooled = [
-        recipe.pool(rows[None, starts[i] : starts[i + 1]], getattr(request, "first", 0))
-        for i, request in enumerate(requests)
-        if request is not None
+        recipe.pool(batch.rows[None, own], getattr(request, "first", 0))
+        for own, request in batch.asked()
     ]
-    no_rows = rows.new_zeros(0, recipe.dimensions(rows.shape[1]))
+    no_rows = batch.rows.new_zeros(0, recipe.dimensions(batch.rows.shape[1]))
     return {embedding.EMBEDDINGS.name: torch.cat([*pooled, no_rows])}
 
 
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
     """Return the cosines of both models' embeddings, and with scored pairs the change of STS."""
-    cosines = []
-    for one, other in compared((checkpoint, graph), embedding.HEAD.name, texts.sentences()):
-        with np.errstate(invalid="ignore"):  # a vector of zeros gives NaN, and NaN fails the gate
-            cosines.append((one @ other) / (np.linalg.norm(one) * np.linalg.norm(other)))
+    agreement = cosines(compared((checkpoint, graph), embedding.HEAD.name, texts.sentences()))
     figures = {
-        "embedding_cosine_mean": float(np.mean(cosines)),
-        "embedding_cosine_least": float(np.min(cosines)),
+        "embedding_cosine_mean": float(agreement.mean()),
+        "embedding_cosine_least": float(agreement.min()),
     }
     if texts.scored_pairs:
         tokens = min(_PAIR_TOKENS, texts.max_tokens)
@@ -234,18 +370,13 @@ def _write_tokens(_: Any, graph: HeadGraph) -> None:
     graph.output(rows, token_embedding.TOKEN_EMBEDDINGS, H=graph.config.hidden_size)
 
 
-def _reference_tokens(
-    _: Any, states: Tensor, requests: Sequence[Any], placement: Placement
-) -> dict[str, Tensor]:
-    rows = states[-1]
-    return {token_embedding.TOKEN_EMBEDDINGS.name: rows[token_rows(requests, placement)]}
-
-
 TOKEN_EMBEDDING: Final = ExportHead(
     head=token_embedding.HEAD,
     module=None,
     write=_write_tokens,
-    reference=_reference_tokens,
+    reference=lambda _, batch: {
+        token_embedding.TOKEN_EMBEDDINGS.name: batch.rows[token_rows(batch)]
+    },
     measure=figure("token_embedding_cosine_mean", token_embedding.HEAD, mean_cosine),
     limits={"token_embedding_cosine_mean": 0.98},
 )
@@ -253,14 +384,13 @@ TOKEN_EMBEDDING: Final = ExportHead(
 
 # ---- embeddings of layers ------------------------------------------------------------------------
 
-
 _POOLINGS = (Pooling.MEAN, Pooling.CLS, Pooling.MAX)
 
 
 def _write_layers(_: Any, graph: HeadGraph) -> None:
     """Add up the requested rows layer by layer, so that one layer at a time is in memory."""
     g = graph.g
-    axis_1, axis_2 = (g.weight(f"axis_{n}", np.array([n], np.int64)) for n in (1, 2))
+    axis_1, axis_2 = g.ints(1), g.ints(2)
     row_numbers = graph.input(layer_embedding.LAYER_ROWS)  # [X, Y]
     count = len(graph.states)
     weights = g.op("Unsqueeze", [graph.input(layer_embedding.LAYER_WEIGHTS), axis_2])  # [X, Z, 1]
@@ -279,15 +409,12 @@ def _write_layers(_: Any, graph: HeadGraph) -> None:
     graph.output(largest, layer_embedding.LAYER_MAXIMA, H=size)
 
 
-def _reference_layers(
-    _: Any, states: Tensor, requests: Sequence[LayerEmbeddingRequest | None], placement: Placement
-) -> dict[str, Tensor]:
-    starts, size = placement.starts.tolist(), states.shape[2]
+def _reference_layers(_: Any, batch: HeadBatch) -> dict[str, Tensor]:
+    states, size = batch.states, batch.states.shape[2]
     sums, maxima = [states.new_zeros(0, size)], [states.new_zeros(0, size)]
-    for i, request in enumerate(requests):
-        for layers in request.vectors if request is not None else ():
-            assert request is not None
-            own = states[:, starts[i] : starts[i + 1]]  # [N, S, H]
+    for rows, request in batch.asked():
+        for layers in request.vectors:
+            own = states[:, rows]  # [N, S, H]
             total = torch.stack([own[layer] * weight for layer, weight in layers.items()]).sum(0)
             # For max pooling, the weights of all rows are 0.
             is_max = request.pooling is Pooling.MAX

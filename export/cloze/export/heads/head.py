@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from cloze.export.families import HeadSpec
 from cloze.export.graph.builder import GraphBuilder, layer_norm, onnx_type
 from cloze.export.graph.linear_ops import LinearOps
 from cloze.export.graph.trunk import TrunkGraph
-from cloze.export.measure.scorer import Floats, Row, Scorer, row_arrays
+from cloze.export.measure.scorer import PLAIN, Floats, Row, Scorer, row_arrays
 from cloze.export.measure.texts import GateTexts
 from cloze.model_store.heads import Head, HeadRequest
 from cloze.model_store.heads.head import Frozen
@@ -52,11 +53,7 @@ class HeadGraph:
         return self.g.declare_input(tensor, self.layout)
 
     def output(self, value: str, tensor: TensorSpec, **sizes: int) -> None:
-        """Declare a value as an output of the head.
-
-        Args:
-            sizes: numbers that replace letters of the tensor's shape.
-        """
+        """Declare a value as an output; ``sizes`` replace letters of the tensor's shape."""
         shape = [sizes.get(size, size) if isinstance(size, str) else size for size in tensor.shape]
         self.g.output(value, tensor.name, onnx_type(tensor), shape)
 
@@ -68,25 +65,17 @@ class HeadGraph:
         return self.linear_ops.to_float32(self.g.op("Gather", [rows, numbers], axis=0))
 
     def rows_of(self, states: str, numbers: str) -> str:
-        """Return rows of one of ``states`` in float32.
-
-        Args:
-            states: a name among ``states``.
-        """
-        rows = (
-            self.rows
-            if states == self.hidden
-            else flat_rows(self.g, self.layout, states, self.config)
-        )
-        return self._gathered(rows, numbers)
+        """Return rows of one of ``states``, given by its name, in float32."""
+        if states == self.hidden:
+            return self._gathered(self.rows, numbers)
+        return self._gathered(flat_rows(self.g, self.layout, states, self.config), numbers)
 
 
 def flat_rows(g: GraphBuilder, layout: Layout, states: str, config: EncoderConfig) -> str:
     """Return hidden states in the shape [T, H]."""
     if layout is Layout.PACKED:
         return states
-    shape = g.weight("rows_shape", np.array([-1, config.hidden_size], np.int64))
-    return g.op("Reshape", [states, shape])  # [B, S, H] -> [T, H]
+    return g.op("Reshape", [states, g.ints(-1, config.hidden_size)])  # [B, S, H] -> [T, H]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +123,30 @@ def write_activated(
 
 
 @dataclass(frozen=True, slots=True)
+class HeadBatch:
+    """The hidden states of a batch, and what the batch asks of one head.
+
+    Attributes:
+        states: [N, T, H], the embeddings and the output of each layer.
+        requests: the request of each sequence; None if the sequence does not ask the head.
+    """
+
+    states: Tensor
+    requests: Sequence[Any]
+    placement: Placement
+
+    @property
+    def rows(self) -> Tensor:
+        """The output [T, H] of the last layer."""
+        return self.states[-1]
+
+    def asked(self) -> list[tuple[slice, Any]]:
+        """Return the rows of each sequence that asks the head, and its request."""
+        sequences = zip(pairwise(self.placement.starts.tolist()), self.requests, strict=True)
+        return [(slice(*rows), request) for rows, request in sequences if request is not None]
+
+
+@dataclass(frozen=True, slots=True)
 class SampleSizes:
     """The sizes that a sample request must keep to.
 
@@ -157,8 +170,7 @@ class ExportHead:
         of_family: whether the head's tensors are among those that the families name.
         write_keys: (module, trunk) -> None; sets `TrunkGraph.keys` before the trunk is written.
         write: (module, graph) -> None; writes the head into the graph.
-        reference: (module, hidden states [N, T, H] of the embeddings and of each layer, requests,
-            placement) -> the graph's outputs by name, computed with torch.
+        reference: (module, batch) -> the graph's outputs by name, computed with torch.
         measure: (checkpoint, graph, texts) -> figures that compare the graph with the checkpoint,
             for the quality gate.
         limits: the lowest accepted value of each figure.
@@ -177,7 +189,7 @@ class ExportHead:
     head: Head
     module: Callable[[HeadSetup], nn.Module] | None
     write: Callable[[Any, HeadGraph], None]
-    reference: Callable[[Any, Tensor, Sequence[Any], Placement], dict[str, Tensor]]
+    reference: Callable[[Any, HeadBatch], dict[str, Tensor]]
     measure: Callable[[Scorer, Scorer, GateTexts], dict[str, float]]
     limits: Mapping[str, float]
     sample: Callable[[np.random.Generator, SampleSizes], HeadRequest] = lambda *_: HeadRequest()
@@ -193,41 +205,28 @@ class ExportHead:
     incomplete: Mapping[str, str] = field(default_factory=dict)
 
 
-_REQUEST: Final = HeadRequest()
-
-
-def cls_rows(requests: Sequence[Any], placement: Placement) -> list[int]:
+def cls_rows(batch: HeadBatch) -> list[int]:
     """Return the ``[CLS]`` row of each sequence with a request."""
-    starts = placement.starts[:-1].tolist()
-    return [row for row, request in zip(starts, requests, strict=True) if request is not None]
+    return [rows.start for rows, _ in batch.asked()]
 
 
-def token_rows(requests: Sequence[Any], placement: Placement) -> list[int]:
+def token_rows(batch: HeadBatch) -> list[int]:
     """Return all rows of each sequence with a request."""
-    starts = placement.starts.tolist()
-    return [
-        row
-        for i, request in enumerate(requests)
-        if request is not None
-        for row in range(starts[i], starts[i + 1])
-    ]
+    return [row for rows, _ in batch.asked() for row in range(rows.start, rows.stop)]
 
 
 def on_rows(
-    rows_of: Callable[[Sequence[Any], Placement], list[int]], output: TensorSpec
-) -> Callable[[Any, Tensor, Sequence[Any], Placement], dict[str, Tensor]]:
+    rows_of: Callable[[HeadBatch], list[int]], output: TensorSpec
+) -> Callable[[Any, HeadBatch], dict[str, Tensor]]:
     """Return the reference of a head whose one output is its module on some rows."""
-
-    def reference(
-        module: Any, states: Tensor, requests: Sequence[Any], placement: Placement
-    ) -> dict[str, Tensor]:
-        return {output.name: module(states[-1][rows_of(requests, placement)])}
-
-    return reference
+    return lambda module, batch: {output.name: module(batch.rows[rows_of(batch)])}
 
 
 def compared(
-    scorers: tuple[Scorer, Scorer], head: str, rows: Sequence[Row], request: HeadRequest = _REQUEST
+    scorers: tuple[Scorer, Scorer],
+    head: str,
+    rows: Sequence[Row],
+    request: HeadRequest = PLAIN,
 ) -> list[tuple[Floats, Floats]]:
     """Return what a head of two models computes of each row."""
     one, other = (row_arrays(scorer, head, rows, request) for scorer in scorers)
@@ -239,7 +238,7 @@ def figure(
     head: Head,
     compare: Callable[[list[tuple[Floats, Floats]]], float],
     rows: Callable[[GateTexts], Sequence[Row]] = GateTexts.sentences,
-    request: HeadRequest = _REQUEST,
+    request: HeadRequest = PLAIN,
 ) -> Callable[[Scorer, Scorer, GateTexts], dict[str, float]]:
     """Return a measurement of one figure, which compares what two models compute of texts."""
 
@@ -249,14 +248,28 @@ def figure(
     return measure
 
 
+def cosines(pairs: Iterable[tuple[Floats, Floats]]) -> Floats:
+    """Return the cosines of pairs of vectors [H], or of the rows of pairs of arrays [n, H]."""
+    one, other = map(np.vstack, zip(*pairs, strict=True))
+    lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
+    with np.errstate(invalid="ignore"):  # a vector of zeros gives NaN, and NaN fails the gate
+        values: Floats = np.vecdot(one, other) / lengths
+    return values
+
+
 def mean_cosine(pairs: Iterable[tuple[Floats, Floats]]) -> float:
-    """Return the mean cosine of the rows of pairs of arrays [n, H]."""
-    cosines = []
+    """Return the mean of the cosines of pairs."""
+    return float(cosines(pairs).mean())
+
+
+def mean_cosine_of_weights(pairs: Iterable[tuple[Floats, Floats]]) -> float:
+    """Return the mean cosine of pairs of weights [n]; two vectors of zeros have the cosine 1."""
+    values = []
     for one, other in pairs:
-        lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
-        with np.errstate(invalid="ignore"):  # a vector of zeros gives NaN, and NaN fails the gate
-            cosines.append(np.vecdot(one, other) / lengths)
-    return float(np.concatenate(cosines).mean())
+        lengths = float(np.linalg.norm(one) * np.linalg.norm(other))
+        no_weights = not (one.any() or other.any())
+        values.append(float(np.vdot(one, other)) / lengths if lengths else float(no_weights))
+    return float(np.mean(values))
 
 
 def agreement(pairs: Iterable[tuple[Floats, Floats]]) -> float:

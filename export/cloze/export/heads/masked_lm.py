@@ -1,7 +1,6 @@
 """Masked language modelling, and sparse embeddings: one torch module, graphs and gate figures."""
 
-from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -11,9 +10,11 @@ from cloze.export.blocks.layer import ACTIVATIONS, make_norm
 from cloze.export.graph.builder import GraphBuilder, layer_norm
 from cloze.export.heads.head import (
     ExportHead,
+    HeadBatch,
     HeadGraph,
     HeadSetup,
     SampleSizes,
+    mean_cosine_of_weights,
     write_activated,
 )
 from cloze.export.measure.scorer import Scorer, mask_each, run_rows, score_masks
@@ -21,7 +22,6 @@ from cloze.export.measure.texts import GateTexts
 from cloze.model_store.heads import masked_lm, sparse_embedding
 from cloze.model_store.heads.masked_lm import MaskedLMRequest
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingRequest
-from cloze.model_store.layouts import Placement
 from cloze.model_store.tensors import WORD_TABLE
 
 _TOP_K = 5
@@ -71,8 +71,8 @@ def write_logits(head: MaskedLMHead, graph: HeadGraph, rows: str) -> str:
         values = weight.new_zeros(len(weight))
     bias = g.weight("masked_lm.decoder.bias", values)
     if head.rest is not None:
-        sizes = np.array([head.decoder.in_features, len(head.rest)], np.int64)
-        rows = g.op("Split", [rows, g.weight("masked_lm.parts", sizes)], outputs=2, axis=1)
+        sizes = g.ints(head.decoder.in_features, len(head.rest))
+        rows = g.op("Split", [rows, sizes], outputs=2, axis=1)
         rest = g.op("MatMul", [f"{rows}_1", g.weight("masked_lm.rest", head.rest)])
         bias = g.op("Add", [rest, bias])  # [M, V]
     return graph.linear_ops.tied_logits(rows, WORD_TABLE, weight, bias)
@@ -85,12 +85,11 @@ def _write(head: MaskedLMHead, graph: HeadGraph) -> None:
     top = g.op("TopK", [logits, graph.input(masked_lm.TOP_K)], outputs=2, axis=1)
     graph.output(top, masked_lm.TOP_LOGITS)
     graph.output(f"{top}_1", masked_lm.TOP_IDS)
-    largest = g.op("Gather", [top, g.weight("column_0", np.array([0], np.int64))], axis=1)  # [M, 1]
+    largest = g.op("Gather", [top, g.ints(0)], axis=1)  # [M, 1]
     graph.output(_logsumexp(g, logits, largest), masked_lm.LOGSUMEXP)
 
-    last = g.weight("axis_1", np.array([1], np.int64))
-    masks = g.op("Unsqueeze", [graph.input(masked_lm.TARGET_MASKS), last])
-    targets = g.op("Unsqueeze", [graph.input(masked_lm.TARGET_IDS), last])
+    masks = g.op("Unsqueeze", [graph.input(masked_lm.TARGET_MASKS), g.ints(1)])
+    targets = g.op("Unsqueeze", [graph.input(masked_lm.TARGET_IDS), g.ints(1)])
     pairs = g.op("Concat", [masks, targets], axis=1)  # [N, 2]
     indices = g.op("Cast", [pairs], to=7)
     graph.output(g.op("GatherND", [logits, indices]), masked_lm.TARGET_LOGITS)
@@ -102,29 +101,21 @@ def _logsumexp(g: GraphBuilder, logits: str, largest: str) -> str:
     Do not use ``ReduceLogSumExp``: for zero rows onnxruntime 1.31 returns a wrong shape. Do not
     use ``ReduceMax``: on CUDA the operator needs cuDNN, and TopK has already found the maximum.
     """
-    axis = g.weight("axis_1", np.array([1], np.int64))
+    axis = g.ints(1)
     exponentials = g.op("Exp", [g.op("Sub", [logits, largest])])
     total = g.op("ReduceSum", [exponentials, axis], keepdims=1)
     return g.op("Squeeze", [g.op("Add", [g.op("Log", [total]), largest]), axis])
 
 
-def _reference(
-    head: MaskedLMHead,
-    states: Tensor,
-    requests: Sequence[MaskedLMRequest | None],
-    placement: Placement,
-) -> dict[str, Tensor]:
-    rows = states[-1]
-    starts = placement.starts.tolist()
-    asked = [(starts[i], request) for i, request in enumerate(requests) if request is not None]
-    positions = [start + position for start, request in asked for position in request.positions]
-    logits = head(rows[positions])  # [M, V]
+def _reference(head: MaskedLMHead, batch: HeadBatch) -> dict[str, Tensor]:
+    asked: list[tuple[slice, MaskedLMRequest]] = batch.asked()
+    positions = [rows.start + position for rows, one in asked for position in one.positions]
+    logits = head(batch.rows[positions])  # [M, V]
     top = logits.topk(max([1, *(request.top_k for _, request in asked)]), dim=1)
-    targets, first = [logits.new_zeros(0)], 0
-    for _, request in asked:
-        own_logits = logits[first : first + len(request.positions)]
-        targets.append(own_logits[:, list(request.targets)].flatten())
-        first += len(request.positions)
+    targets = [logits.new_zeros(0)]
+    own_logits = logits.split([len(request.positions) for _, request in asked])
+    for own, (_, request) in zip(own_logits, asked, strict=True):
+        targets.append(own[:, list(request.targets)].flatten())
     return {
         masked_lm.TOP_LOGITS.name: top.values,
         masked_lm.TOP_IDS.name: top.indices,
@@ -170,31 +161,22 @@ def _write_sparse(head: MaskedLMHead, graph: HeadGraph) -> None:
     """Write the largest weights of each sequence. A weight grows with its logit."""
     g, vocabulary = graph.g, head.decoder.out_features
     sequences = graph.input(sparse_embedding.SPARSE_ROWS)  # [U, W]
-    flat = g.op("Reshape", [sequences, g.weight("shape_flat", np.array([-1], np.int64))])
+    flat = g.op("Reshape", [sequences, g.ints(-1)])
     rows = graph.linear_ops.to_float32(g.op("Gather", [graph.rows, flat], axis=0))
     logits = write_logits(head, graph, rows)  # [U * W, V]
-    columns = g.weight("vocabulary_size", np.array([vocabulary], np.int64))
-    shape = g.op("Concat", [g.op("Shape", [sequences]), columns], axis=0)
+    shape = g.op("Concat", [g.op("Shape", [sequences]), g.ints(vocabulary)], axis=0)
     grouped = g.op("Reshape", [logits, shape], allowzero=1)  # [U, W, V]
-    largest = g.op("ReduceMax", [grouped, g.weight("axis_1", np.array([1], np.int64))], keepdims=0)
-    one = g.weight("one_float", np.array(1, np.float32))
-    weights = g.op("Log", [g.op("Add", [g.op("Relu", [largest]), one])])
+    largest = g.op("ReduceMax", [grouped, g.ints(1)], keepdims=0)
+    weights = g.op("Log", [g.op("Add", [g.op("Relu", [largest]), g.number(1.0)])])
     top = g.op("TopK", [weights, graph.input(sparse_embedding.SPARSE_TOP_K)], outputs=2, axis=1)
     graph.output(top, sparse_embedding.SPARSE_WEIGHTS)
     graph.output(f"{top}_1", sparse_embedding.SPARSE_IDS)
 
 
-def _reference_sparse(
-    head: MaskedLMHead,
-    states: Tensor,
-    requests: Sequence[SparseEmbeddingRequest | None],
-    placement: Placement,
-) -> dict[str, Tensor]:
-    rows = states[-1]
-    starts = placement.starts.tolist()
-    asked = [(i, request) for i, request in enumerate(requests) if request is not None]
-    vectors = [head(rows[starts[i] : starts[i + 1]]).relu().log1p().max(0).values for i, _ in asked]
-    stacked = torch.stack(vectors) if vectors else rows.new_zeros(0, head.decoder.out_features)
+def _reference_sparse(head: MaskedLMHead, batch: HeadBatch) -> dict[str, Tensor]:
+    asked: list[tuple[slice, SparseEmbeddingRequest]] = batch.asked()
+    vectors = [head(batch.rows[rows]).relu().log1p().amax(0, keepdim=True) for rows, _ in asked]
+    stacked = torch.cat([*vectors, batch.rows.new_zeros(0, head.decoder.out_features)])
     top = stacked.topk(max([1, *(request.top_k for _, request in asked)]), dim=1)
     return {
         sparse_embedding.SPARSE_WEIGHTS.name: top.values,
@@ -210,19 +192,15 @@ def _measure_sparse(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict
     """Return the mean cosine of both models' sparse vectors, of their largest weights."""
     name, rows = sparse_embedding.HEAD.name, texts.sentences()
     requests = [{name: SparseEmbeddingRequest(len(ids), _GATE_TOP_K)} for ids, _ in rows]
-    one, other = (run_rows(scorer, rows, requests) for scorer in (checkpoint, graph))
-    cosines = [_cosine_sparse(a[name], b[name]) for a, b in zip(one, other, strict=True)]
-    return {"sparse_cosine_mean": float(np.mean(cosines))}
-
-
-def _cosine_sparse(one: Any, other: Any) -> float:
-    weights = dict(zip(other.ids.tolist(), other.weights.tolist(), strict=True))
-    product = sum(
-        weight * weights.get(word, 0.0)
-        for word, weight in zip(one.ids.tolist(), one.weights.tolist(), strict=True)
+    size = texts.tokenizer.get_vocab_size()
+    one, other = (
+        [
+            np.bincount(outputs[name].ids, outputs[name].weights, size).astype(np.float32)
+            for outputs in run_rows(scorer, rows, requests)
+        ]
+        for scorer in (checkpoint, graph)
     )
-    lengths = float(np.linalg.norm(one.weights) * np.linalg.norm(other.weights))
-    return product / lengths if lengths else float(len(one.ids) == len(other.ids))
+    return {"sparse_cosine_mean": mean_cosine_of_weights(zip(one, other, strict=True))}
 
 
 SPARSE_EMBEDDING: Final = ExportHead(

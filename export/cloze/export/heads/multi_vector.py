@@ -8,12 +8,13 @@ from typing import Final, cast
 
 import numpy as np
 import torch
+from onnx import TensorProto
 from torch import Tensor, nn
 
 from cloze.export.errors import ExportError
 from cloze.export.graph.builder import linear
 from cloze.export.graph.trunk import TrunkGraph
-from cloze.export.heads.embedding_steps import Projection, Step, UnitLength
+from cloze.export.heads.embedding import Projection, Step, UnitLength
 from cloze.export.heads.head import (
     ExportHead,
     HeadGraph,
@@ -21,10 +22,10 @@ from cloze.export.heads.head import (
     SampleSizes,
     figure,
     mean_cosine,
+    mean_cosine_of_weights,
     on_rows,
     token_rows,
 )
-from cloze.export.measure.scorer import Floats
 from cloze.model_store.heads import lexical, multi_vector
 from cloze.model_store.heads.lexical import LexicalOptions
 from cloze.model_store.heads.multi_vector import LateInteraction, MultiVectorRequest
@@ -79,13 +80,9 @@ def _write_keys(head: MultiVectorHead, trunk: TrunkGraph) -> None:
     if not head.options.has_unattended:
         return
     batch = g.op("Shape", [INPUT_IDS.name], start=0, end=1)
-    length = g.op("Cast", [g.op("Shape", [INPUT_IDS.name], start=1)], to=_INT32)
+    length = g.op("Cast", [g.op("Shape", [INPUT_IDS.name], start=1)], to=TensorProto.INT32)
     all_tokens = g.op("Expand", [length, batch])  # [B]
     trunk.keys = g.op("ScatterElements", [all_tokens, sequences, tokens], axis=0)
-
-
-_INT32: Final = 6
-"""ONNX's number of the type."""
 
 
 def _write(head: MultiVectorHead, graph: HeadGraph) -> None:
@@ -139,7 +136,7 @@ class LexicalHead(nn.Module):
 def _make_lexical(setup: HeadSetup) -> LexicalHead:
     """Return a new head with random weights."""
     assert isinstance(setup.options, LexicalOptions)
-    weight = torch.empty(1, setup.config.hidden_size).normal_(std=0.02)
+    weight = torch.empty(1, setup.config.hidden_size).normal_(std=_STD)
     return LexicalHead(weight, torch.zeros(1), setup.options)
 
 
@@ -149,22 +146,12 @@ def _write_lexical(head: LexicalHead, graph: HeadGraph) -> None:
     graph.output(weights, lexical.LEXICAL_WEIGHTS)
 
 
-def _lexical_cosine(pairs: list[tuple[Floats, Floats]]) -> float:
-    """Return the mean cosine of the weights of both models, text by text."""
-    cosines = []
-    for one, other in ((a.ravel(), b.ravel()) for a, b in pairs):
-        lengths = float(np.linalg.norm(one) * np.linalg.norm(other))
-        no_weights = not (one.any() or other.any())
-        cosines.append(float(one @ other) / lengths if lengths else float(no_weights))
-    return float(np.mean(cosines))
-
-
 LEXICAL: Final = ExportHead(
     head=lexical.HEAD,
     module=_make_lexical,
     of_family=False,
     write=_write_lexical,
     reference=on_rows(token_rows, lexical.LEXICAL_WEIGHTS),
-    measure=figure("lexical_cosine_mean", lexical.HEAD, _lexical_cosine),
+    measure=figure("lexical_cosine_mean", lexical.HEAD, mean_cosine_of_weights),
     limits={"lexical_cosine_mean": 0.98},
 )

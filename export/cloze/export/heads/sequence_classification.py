@@ -1,7 +1,6 @@
 """Labels of texts, and next-sentence prediction: one torch module, graphs and gate figures."""
 
-from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from cloze.export.errors import ExportError
 from cloze.export.graph.builder import GraphBuilder, layer_norm, linear
 from cloze.export.heads.head import (
     ExportHead,
+    HeadBatch,
     HeadGraph,
     HeadSetup,
     agreement,
@@ -26,7 +26,7 @@ from cloze.export.measure.scorer import Scorer
 from cloze.export.measure.texts import GateTexts
 from cloze.model_store.heads import next_sentence, sequence_classification
 from cloze.model_store.heads.sequence_classification import read_options
-from cloze.model_store.layouts import Layout, Placement
+from cloze.model_store.layouts import Layout
 
 _CLOSE = 0.05
 """The accepted difference of a single logit, as a share of the spread of the logits."""
@@ -83,26 +83,20 @@ def _means(graph: HeadGraph) -> str:
             "a packed graph has no classifier of the mean of all tokens; leave out --precision fp16"
         )
     g = graph.g
-    axis = g.weight("axis_1", np.array([1], np.int64))
-    zero, one = (g.weight(f"number_{n}", np.array(n, np.int64)) for n in (0, 1))
+    axis = g.ints(1)
     tokens = g.op("Squeeze", [g.op("Shape", [graph.hidden], start=1, end=2)])
     firsts = g.op("Cast", [graph.input(sequence_classification.CLASS_ROWS)], to=TensorProto.INT64)
-    columns = g.op("Range", [zero, tokens, one])
+    columns = g.op("Range", [g.number(0), tokens, g.number(1)])
     numbers = g.op("Add", [g.op("Unsqueeze", [firsts, axis]), columns])  # [C, S]
     return g.op("ReduceMean", [graph.rows_of(graph.hidden, numbers), axis], keepdims=0)
 
 
-def _reference(
-    head: SequenceHead, states: Tensor, requests: Sequence[Any], placement: Placement
-) -> dict[str, Tensor]:
-    rows, firsts = states[-1], cls_rows(requests, placement)
+def _reference(head: SequenceHead, batch: HeadBatch) -> dict[str, Tensor]:
+    rows = batch.rows[cls_rows(batch)]
     if head.reads_mean:
-        lengths = dict(zip(placement.starts.tolist(), placement.lengths.tolist(), strict=False))
-        means = [rows[first : first + lengths[first]].mean(0) for first in firsts]
-        logits = head(torch.stack(means) if means else rows[:0])
-    else:
-        logits = head(rows[firsts])
-    return {sequence_classification.CLASS_LOGITS.name: logits}
+        means = [batch.rows[own].mean(0, keepdim=True) for own, _ in batch.asked()]
+        rows = torch.cat([*means, rows[:0]])
+    return {sequence_classification.CLASS_LOGITS.name: head(rows)}
 
 
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:

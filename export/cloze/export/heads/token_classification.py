@@ -1,7 +1,6 @@
 """Labels of tokens, and spans of answers: one torch module, graphs and gate figures."""
 
-from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from torch import Tensor, nn
@@ -21,7 +20,6 @@ from cloze.export.measure.scorer import Floats
 from cloze.export.measure.texts import GateTexts
 from cloze.model_store.heads import span, token_classification
 from cloze.model_store.heads.token_classification import read_options
-from cloze.model_store.layouts import Placement
 
 
 class TokenHead(nn.Module):
@@ -85,17 +83,11 @@ def _write_span(head: TokenHead, graph: HeadGraph) -> None:
     graph.output(head.write(graph.g, rows, span.HEAD.name), span.SPAN_LOGITS)
 
 
-def _reference_span(
-    head: TokenHead, states: Tensor, _: Sequence[Any], __: Placement
-) -> dict[str, Tensor]:
-    return {span.SPAN_LOGITS.name: head(states[-1])}
-
-
 SPAN: Final = ExportHead(
     head=span.HEAD,
     module=TokenHead,
     write=_write_span,
-    reference=_reference_span,
+    reference=lambda head, batch: {span.SPAN_LOGITS.name: head(batch.rows)},
     measure=figure("qa_span_agreement", span.HEAD, agreement, GateTexts.questions),
     classes=("ForQuestionAnswering",),
     task_type="QUESTION_ANS",

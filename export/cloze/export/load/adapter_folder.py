@@ -21,8 +21,8 @@ _LAST_LAYERS: Final = ("classifier.weight", "out_proj.weight")
 """The ends of the names of the tensors with one row per label."""
 
 
-def read_adapter_files(folder: Path) -> AdapterFiles:
-    """Read an adapter that names its base.
+def read_adapter(folder: Path) -> tuple[AdapterFiles, CheckpointFiles]:
+    """Read an adapter, and locate the checkpoint that it names as its base; see `locate`.
 
     Raises:
         ExportError: the folder is damaged, has what is not supported, or names no base.
@@ -33,24 +33,7 @@ def read_adapter_files(folder: Path) -> AdapterFiles:
         raise ExportError(str(error)) from None
     if not isinstance(adapter.config.get(_BASE), str):
         raise ExportError(f"{CONFIG_FILE}: {_BASE} is missing")
-    return adapter
-
-
-def locate_base(adapter: AdapterFiles) -> CheckpointFiles:
-    """Locate the checkpoint that an adapter names; see `locate`."""
-    return locate(adapter.config[_BASE], adapter.config.get("revision"))
-
-
-def check_base(adapter: AdapterFiles, encoder_sha256: str) -> None:
-    """Check that an adapter that names the digest of its base has this base.
-
-    Raises:
-        ExportError: the base has another digest.
-    """
-    if adapter.encoder_sha256 not in (None, encoder_sha256):
-        raise ExportError(
-            f"this is an adapter of another encoder than that of {adapter.config[_BASE]}"
-        )
+    return adapter, locate(adapter.config[_BASE], adapter.config.get("revision"))
 
 
 def with_heads(
@@ -80,12 +63,17 @@ def head_settings(adapter: AdapterFiles, base: Mapping[str, Any]) -> dict[str, A
 
 
 @torch.no_grad()
-def add_products(model: Model, adapter: AdapterFiles) -> None:
+def add_products(model: Model, adapter: AdapterFiles, encoder_sha256: str) -> None:
     """Add ``scale B A`` to the weights of an encoder.
 
     Raises:
-        ExportError: the encoder has no such layer, or a layer of another size.
+        ExportError: the adapter names another digest of its base than ``encoder_sha256``, or the
+            encoder has no such layer, or a layer of another size.
     """
+    if adapter.encoder_sha256 not in (None, encoder_sha256):
+        raise ExportError(
+            f"this is an adapter of another encoder than that of {adapter.config[_BASE]}"
+        )
     family, parameters = FAMILIES[model.config.family], dict(model.named_parameters())
     for module, low_rank in adapter.layers.items():
         targets = family.read(f"{module}.weight", model.config)

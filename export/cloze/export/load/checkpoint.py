@@ -77,8 +77,7 @@ def load_checkpoint(
     """Load a checkpoint.
 
     Args:
-        source: a directory, or a hub id; see `locate`.
-        revision: a branch, tag or commit of the hub.
+        source, revision: see `locate`.
         tasks: names of tasks. Where ``config.json`` names no class, tensors that several heads
             have are those of the heads of these tasks.
 
@@ -86,9 +85,9 @@ def load_checkpoint(
         ExportError: the checkpoint cannot be loaded completely.
     """
     files = locate(source, revision)
-    is_adapter = (files.folder / CONFIG_FILE).is_file()
-    adapter = adapter_folder.read_adapter_files(files.folder) if is_adapter else None
-    base = files if adapter is None else adapter_folder.locate_base(adapter)
+    adapter, base = None, files
+    if (files.folder / CONFIG_FILE).is_file():
+        adapter, base = adapter_folder.read_adapter(files.folder)
     folder = SentenceTransformersFolder.read(base.folder)
     own = folder if adapter is None else SentenceTransformersFolder.read(files.folder)
     family, config, settings, defaults = _read_config(folder.encoder, folder.of_encoder.of_config)
@@ -111,8 +110,7 @@ def load_checkpoint(
         model.options[name] = part.options
     _mask_padding_rows(model, tokenizer)
     if adapter is not None:
-        adapter_folder.check_base(adapter, encoder_sha256(model))
-        adapter_folder.add_products(model, adapter)
+        adapter_folder.add_products(model, adapter, encoder_sha256(model))
         weights.append(files.folder / TENSORS_FILE)
     notes += [*defaults, *tokenizer.notes, *_spare_rows(tokenizer, config)]
     heads = _heads_of(model)

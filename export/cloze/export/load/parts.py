@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.errors import ExportError
-from cloze.export.heads.embedding_steps import Projection
+from cloze.export.heads.embedding import Projection
 from cloze.export.heads.multi_vector import LexicalHead, MultiVectorHead
 from cloze.export.load.sentence_transformers import (
     MODULE_SETTINGS,

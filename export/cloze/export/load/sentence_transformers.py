@@ -9,8 +9,14 @@ from typing import Any, Final
 from torch import Tensor
 
 from cloze.export.errors import ExportError
-from cloze.export.heads.embedding import EmbeddingRecipe
-from cloze.export.heads.embedding_steps import DENSE_ACTIVATIONS, Norm, Projection, Step, UnitLength
+from cloze.export.heads.embedding import (
+    DENSE_ACTIVATIONS,
+    EmbeddingRecipe,
+    Norm,
+    Projection,
+    Step,
+    UnitLength,
+)
 from cloze.export.load.source import (
     SENTENCE_SETTINGS,
     check_links,
@@ -32,7 +38,6 @@ POOLING_FLAGS = {
     "pooling_mode_lasttoken": Pooling.LAST,
 }
 """Pooling modes by their flags in sentence-transformers before version 6, in its order."""
-
 
 MODULE_SETTINGS: Final = "config_sentence_transformers.json"
 
@@ -338,10 +343,7 @@ _OF_TEXTS, _OF_TOKENS = "sentence_embedding", "token_embeddings"
 
 
 def read_projection(module: Module, *, of_tokens: bool = False) -> Projection:
-    """Return a ``Dense`` module.
-
-    Args:
-        of_tokens: whether the module may be one for the vectors of tokens.
+    """Return a ``Dense`` module, with ``of_tokens`` also one for the vectors of tokens.
 
     Raises:
         ExportError: it has an activation, an input or tensors that are not supported.

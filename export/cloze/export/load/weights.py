@@ -47,13 +47,7 @@ def load_model(
     settings: Mapping[str, Any],
     tasks: Collection[str] = (),
 ) -> tuple[Model, list[str]]:
-    """Build and fill the model with the heads whose tensors the checkpoint has.
-
-    Args:
-        tasks: see `load_checkpoint`.
-
-    Returns:
-        The model, and notes for the user.
+    """Return the model with the heads whose tensors the checkpoint has, and notes for the user.
 
     Raises:
         ExportError: a tensor is missing, superfluous or invalid.
@@ -108,15 +102,20 @@ def read_head_options(
     """
     options: dict[str, Frozen] = {}
     for head in heads:
-        if head.read_options is not None:
-            section = head_sections(settings).get(head.head.name)
-            if section is not None:
-                options[head.head.name] = _parse_section(head, section)
-                continue
-            try:
-                options[head.head.name] = head.read_options(settings)
-            except ValueError as error:
-                raise ExportError(f"config.json: {first_line(error)}") from None
+        if head.read_options is None:
+            continue
+        name, kind = head.head.name, head.head.options
+        section = head_sections(settings).get(name)
+        try:
+            if section is None or kind is None:
+                options[name] = head.read_options(settings)
+            else:
+                options[name] = kind.model_validate(section)
+        except ValueError as error:
+            problem = first_line(error)
+            if section is not None and isinstance(error, ValidationError):
+                problem = f"{HEAD_SECTIONS}.{name}: {first_problem(error)}"
+            raise ExportError(f"config.json: {problem}") from None
     return options
 
 
@@ -136,15 +135,6 @@ def head_sections(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(sections, dict):
         raise ExportError(f"config.json: {HEAD_SECTIONS} must be an object, got {sections!r:.80}")
     return sections
-
-
-def _parse_section(head: ExportHead, section: Any) -> Frozen:
-    assert head.head.options is not None
-    try:
-        return head.head.options.model_validate(section)
-    except ValidationError as error:
-        place = f"{HEAD_SECTIONS}.{head.head.name}"
-        raise ExportError(f"config.json: {place}: {first_problem(error)}") from None
 
 
 def _rename(
@@ -238,12 +228,10 @@ def _why_absent(
     required = [one for one in names if one not in spec.optional | spec.zeros]
     present = [one for one in required if f"{name}.{one}" in renamed]
     if not present:
-        reasons = [
-            why
-            for first, why in spec.without.items()
-            if any(one.startswith(first) for one in unknown)
-        ]
-        return next(iter(reasons), "the checkpoint has no tensors for it")
+        for first, why in spec.without.items():
+            if any(one.startswith(first) for one in unknown):
+                return why
+        return "the checkpoint has no tensors for it"
     if present == required:
         return None
     for first, reason in head.incomplete.items():

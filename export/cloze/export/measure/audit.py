@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from cloze.export.errors import DataError
-from cloze.export.measure.data_files import read_lines
+from cloze.export.measure.documents import read_lines
 from cloze.export.measure.scorer import Subject, mask_each, score_masks, unit_embeddings
 from cloze.model_store.heads import embedding, masked_lm
 
@@ -157,17 +157,14 @@ def preferences(subject: Subject, pairs: Sequence[SentencePair]) -> Floats64:
 
 def shared_tokens(more: Sequence[int], less: Sequence[int]) -> tuple[list[int], list[int]]:
     """Return the positions of the tokens that both sentences share, without special tokens."""
-    matched = [
-        (block.a + offset, block.b + offset)
-        for block in SequenceMatcher(None, more, less, autojunk=False).get_matching_blocks()
-        for offset in range(block.size)
-    ]
-    inner = [
-        (one, other)
-        for one, other in matched
-        if 0 < one < len(more) - 1 and 0 < other < len(less) - 1
-    ]
-    return [one for one, _ in inner], [other for _, other in inner]
+    one: list[int] = []
+    other: list[int] = []
+    for block in SequenceMatcher(None, more, less, autojunk=False).get_matching_blocks():
+        for at in range(block.size):
+            if 0 < block.a + at < len(more) - 1 and 0 < block.b + at < len(less) - 1:
+                one.append(block.a + at)
+                other.append(block.b + at)
+    return one, other
 
 
 def _stereotypes(subject: Subject, pairs: Sequence[SentencePair]) -> Iterator[Figure]:

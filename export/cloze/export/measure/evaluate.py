@@ -1,6 +1,7 @@
 """Measures a checkpoint or a bundle on text, scored pairs, questions, labels and tags."""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,26 +17,16 @@ from cloze.export.graph.session import open_session
 from cloze.export.heads import EMBEDDING, MASKED_LM, NEXT_SENTENCE, SPAN
 from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.load.tokenizer import CheckpointTokenizer
+from cloze.export.measure import examples, labelled
 from cloze.export.measure.corpus import Corpus, prepare_corpus
-from cloze.export.measure.documents import is_held_out
-from cloze.export.measure.examples import (
-    IS_NEXT,
-    NOT_NEXT,
-    EpochExamples,
-    ExampleOptions,
-    SentenceObjective,
-    TrainingExample,
-    join_texts,
-)
-from cloze.export.measure.labelled import Row, check_labels, read_labelled, read_tagged
-from cloze.export.measure.labels import encode_rows, measure_labels, measure_tags
-from cloze.export.measure.masked_words import complete, read_sentences
+from cloze.export.measure.documents import is_held_out, read_lines
 from cloze.export.measure.masking import Unit, make_masking
 from cloze.export.measure.metrics import best_threshold, squad_answers
 from cloze.export.measure.pairs import read_pairs, similarity
 from cloze.export.measure.scorer import (
     GraphScorer,
     MaskedRow,
+    Scorer,
     Subject,
     row_arrays,
     score_masks,
@@ -140,10 +131,7 @@ def evaluate(
     """Return every figure that the subject's heads and the data allow.
 
     Shares are in [0, 1]; exact match and F1 are in percent. The figures of a file have its name,
-    or its path where two files have one name.
-
-    Args:
-        folder: folder for the tokenized text.
+    or its path where two files have one name. The tokenized text is written to ``folder``.
 
     Raises:
         TrainError: a file cannot be read, or holds nothing to measure.
@@ -180,19 +168,21 @@ def _names(files: Sequence[Path]) -> dict[Path, str]:
 
 def _measure_rows(subject: Subject, head: str, file: Path, name: str | None) -> dict[str, float]:
     """Measure a label set on texts with labels, or on sentences with tags."""
-    rows: list[Any] = read_labelled([file]) if head == CLASSES else read_tagged([file])
+    rows: list[Any] = (
+        labelled.read_labelled([file]) if head == CLASSES else labelled.read_tagged([file])
+    )
     labels, columns = _label_set(subject, head, rows, name)
     problem = labels.problem_type if isinstance(labels, SequenceLabelSet) else None
     if problem and problem != rows[0].problem:
         raise DataError(f"{rows[0].at} is {rows[0].kind}, the model is for {problem}")
     if problem != "regression":
-        check_labels(rows, labels.labels if problem else _types(labels))
-    encoded = encode_rows(rows, subject.tokenizer.tokenizer, subject.max_tokens)
+        labelled.check_labels(rows, labels.labels if problem else _types(labels))
+    encoded = labelled.encode_rows(rows, subject.tokenizer.tokenizer, subject.max_tokens)
     inputs = [(row.input_ids, row.token_type_ids) for row in encoded]
     logits = [each[..., columns] for each in row_arrays(subject.scorer, head, inputs)]
     if isinstance(labels, SequenceLabelSet):
-        return measure_labels(rows, logits, labels)
-    return measure_tags(rows, encoded, logits, labels)
+        return labelled.measure_labels(rows, logits, labels)
+    return labelled.measure_tags(rows, encoded, logits, labels)
 
 
 def _types(labels: LabelSet) -> set[str]:
@@ -202,7 +192,7 @@ def _types(labels: LabelSet) -> set[str]:
 
 
 def _label_set(
-    subject: Subject, head: str, rows: Sequence[Row], name: str | None
+    subject: Subject, head: str, rows: Sequence[labelled.Row], name: str | None
 ) -> tuple[LabelSet, slice]:
     """Return the named label set, or the first that has all labels of the rows, or the default."""
     options = subject.options[head]
@@ -234,7 +224,7 @@ def _measure_text(
             for name, value in _measure_masks(subject, corpus, unit, data).items():
                 figures[f"{prefix}_{name}"] = value
     if NEXT_SENTENCE in subject.heads:
-        texts = _examples(subject, corpus, SentenceObjective.NSP, data)
+        texts = _examples(subject, corpus, examples.SentenceObjective.NSP, data)
         pairs = [example for example, _ in texts]
         figures["nsp_accuracy"] = _next_sentence_accuracy(subject, pairs)
         pairs = _pairs_of_sentences(subject, corpus, data)
@@ -243,10 +233,10 @@ def _measure_text(
 
 
 def _examples(
-    subject: Subject, corpus: Corpus, sentence: SentenceObjective, data: EvaluationData
-) -> Iterator[tuple[TrainingExample, np.random.Generator]]:
+    subject: Subject, corpus: Corpus, sentence: examples.SentenceObjective, data: EvaluationData
+) -> Iterator[tuple[examples.TrainingExample, np.random.Generator]]:
     """Yield sequences, or pairs of texts, as in training, each with its generator."""
-    options = ExampleOptions(
+    options = examples.ExampleOptions(
         length=min(data.tokens, subject.max_tokens),
         sentence=sentence,
         special=subject.tokenizer.special,
@@ -254,10 +244,10 @@ def _examples(
         epoch=0,
         short=0.0,
     )
-    examples = EpochExamples(corpus, options)
-    for number in range(min(data.sequences, len(examples))):
-        rng = examples.rng(number)
-        yield examples.make(number, rng), rng
+    epoch = examples.EpochExamples(corpus, options)
+    for number in range(min(data.sequences, len(epoch))):
+        rng = epoch.rng(number)
+        yield epoch.make(number, rng), rng
 
 
 def _measure_masks(
@@ -267,7 +257,7 @@ def _measure_masks(
     tokenizer = subject.tokenizer  # every chosen token becomes [MASK], as in a client's text
     masking = make_masking(tokenizer.tokenizer, tokenizer.mask_id, unit, replace=(1.0, 0.0))
     rows = []
-    for example, rng in _examples(subject, corpus, SentenceObjective.NONE, data):
+    for example, rng in _examples(subject, corpus, examples.SentenceObjective.NONE, data):
         masked_ids, positions = masking(example.input_ids, _MASKED, rng)
         if len(positions):
             labels = example.input_ids[positions]
@@ -285,7 +275,7 @@ def _measure_masks(
 
 def _pairs_of_sentences(
     subject: Subject, corpus: Corpus, data: EvaluationData
-) -> list[TrainingExample]:
+) -> list[examples.TrainingExample]:
     """Return pairs of single sentences, as clients send them; half come from two documents."""
     rng = np.random.default_rng(data.seed)
     document_of = np.searchsorted(corpus.documents, np.arange(len(corpus.sentences) - 1), "right")
@@ -299,15 +289,15 @@ def _pairs_of_sentences(
 
     pairs = []
     for first in rng.choice(followed, min(data.sequences, len(followed)), replace=False):
-        label, second = IS_NEXT, first + 1
+        label, second = examples.IS_NEXT, first + 1
         if rng.random() < 0.5:
-            label = NOT_NEXT
+            label = examples.NOT_NEXT
             second = int(rng.choice(np.flatnonzero(document_of != document_of[first])))
-        pairs.append(join_texts(special, sentence(first), sentence(second), label))
+        pairs.append(examples.join_texts(special, sentence(first), sentence(second), label))
     return pairs
 
 
-def _next_sentence_accuracy(subject: Subject, pairs: list[TrainingExample]) -> float:
+def _next_sentence_accuracy(subject: Subject, pairs: list[examples.TrainingExample]) -> float:
     if not pairs:
         raise TrainError("no held-out document has two sentences, which pairs are made of")
     rows = [(pair.input_ids, pair.token_type_ids) for pair in pairs]
@@ -357,3 +347,71 @@ def _measure_questions(subject: Subject, data: EvaluationData) -> dict[str, floa
             [guessed.null_margin for guessed in guesses],
         )
     return {f"qa_{name}": value for name, value in figures.items()}
+
+
+# ---- sentences with known answers ----------------------------------------------------------------
+
+_MASK_TOKEN = "[MASK]"
+"""The mark of the mask in a file, whatever the tokenizer's mask token is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sentence:
+    """A sentence with one mask.
+
+    Attributes:
+        words: the accepted words, in lower case.
+    """
+
+    text: str
+    words: tuple[str, ...]
+
+    def accepts(self, word: str) -> bool:
+        """Return whether a word is accepted."""
+        return word.lower() in self.words
+
+    def is_repeated_by(self, word: str) -> bool:
+        """Return whether a word is not accepted, and stands in the sentence already."""
+        return not self.accepts(word) and word.lower() in re.findall(r"\w+", self.text.lower())
+
+
+def read_sentences(file: Path) -> list[Sentence]:
+    """Read sentences: one per line, a tab, and the accepted words separated by commas.
+
+    For example ``I drink a cup of [MASK].<TAB>coffee,tea``.
+
+    Raises:
+        DataError: the file is missing, or a line has no tab, no word, or not one mask.
+    """
+    sentences = []
+    for number, line in enumerate(read_lines(file), 1):
+        text, _, words = line.partition("\t")
+        accepted = tuple(word.strip().lower() for word in words.split(",") if word.strip())
+        if text.count(_MASK_TOKEN) != 1 or not accepted:
+            raise DataError(
+                f"{file}, line {number}: a sentence with one {_MASK_TOKEN}, a tab, and words are "
+                f"expected, got {line.strip()!r:.80}"
+            )
+        sentences.append(Sentence(text, accepted))
+    if not sentences:
+        raise DataError(f"{file} holds no sentences")
+    return sentences
+
+
+def complete(
+    sentences: Sequence[Sentence], tokenizer: CheckpointTokenizer, scorer: Scorer
+) -> list[str]:
+    """Return the model's first word for each sentence.
+
+    Raises:
+        DataError: the tokenizer has no mask token.
+    """
+    if tokenizer.mask_token is None:
+        raise DataError("the tokenizer has no mask token")
+    mask_id, rows = tokenizer.mask_id, []
+    for sentence in sentences:
+        text = sentence.text.replace(_MASK_TOKEN, tokenizer.mask_token)
+        ids = np.array(tokenizer.tokenizer.encode(text).ids, np.int64)
+        position = np.flatnonzero(ids == mask_id)
+        rows.append(MaskedRow(ids, np.zeros_like(ids), position, ids[position]))
+    return [tokenizer.readable([int(best[0, 0])]) for best, _ in score_masks(scorer, rows, k=1)]

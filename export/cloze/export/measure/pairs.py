@@ -12,7 +12,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from cloze.export.errors import DataError
-from cloze.export.measure.data_files import read_lines
+from cloze.export.measure.documents import read_lines
 from cloze.export.measure.scorer import Scorer, unit_embeddings
 
 

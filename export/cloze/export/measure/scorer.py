@@ -36,11 +36,9 @@ class Scorer(Protocol):
     @property
     def layers(self) -> int:
         """Return the number of layers of the encoder."""
-        ...
 
     def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
         """Return the results of encodings of one length, in order."""
-        ...
 
 
 class GraphScorer:
@@ -129,11 +127,12 @@ def run_rows(
     return results
 
 
-_REQUEST: Final = HeadRequest()
+PLAIN: Final = HeadRequest()
+"""The request of a head that takes no options."""
 
 
 def row_arrays(
-    scorer: Scorer, head: str, rows: Sequence[Row], request: HeadRequest = _REQUEST
+    scorer: Scorer, head: str, rows: Sequence[Row], request: HeadRequest = PLAIN
 ) -> list[Floats]:
     """Return what a head computes of sequences of any lengths, in order; see the head."""
     outputs = run_rows(scorer, rows, [{head: request}] * len(rows))

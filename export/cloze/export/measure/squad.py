@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
 from cloze.export.errors import DataError, TrainError
-from cloze.export.measure.data_files import read_lines
+from cloze.export.measure.documents import read_lines
 from cloze.model_store.sequences import without_space
 
 
@@ -204,15 +204,9 @@ class Guess:
 
 
 def best_guesses(
-    questions: Sequence[Question],
-    windows: Sequence[Window],
-    logits: Iterable[NDArray[np.float32]],
+    questions: Sequence[Question], windows: Sequence[Window], logits: Iterable[NDArray[np.float32]]
 ) -> list[Guess]:
-    """Return the best span of each question over its windows.
-
-    Args:
-        logits: float32 [S, 2] of each window, start and end.
-    """
+    """Return the best span of each question over its windows, from their logits [S, 2]."""
     best = [(-np.inf, "")] * len(questions)
     null_scores = [np.inf] * len(questions)
     for window, rows in zip(windows, logits, strict=True):

@@ -22,7 +22,7 @@ _COPIED: Final = (".json", ".txt", ".model", ".metadata")
 
 
 def average(sources: Sequence[str], folder: Path, license_name: str | None = None) -> Path:
-    """Write the mean of the weights of two or more folders as a new folder.
+    """Write the mean of the weights of two or more folders as a new folder, and return its path.
 
     The new folder has all files of the first one. Each weight is the mean over the folders that
     have it, so the mean of a fine-tuned model and the one that it started from (Wortsman et al.
@@ -30,9 +30,6 @@ def average(sources: Sequence[str], folder: Path, license_name: str | None = Non
 
     Args:
         license_name: its licence; None: the one that all folders name, if they do.
-
-    Returns:
-        The folder.
 
     Raises:
         TrainError: there is only one folder; or one cannot be loaded, or has a weight that the

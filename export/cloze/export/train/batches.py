@@ -147,10 +147,9 @@ def padded_length(longest: int, limit: int) -> int:
 
 
 class TextBatches:
-    """The batches of a run over a corpus. Each batch is a function of its step and part.
+    """The batches of a run over a corpus, with the tokenizer of the folder ``source``.
 
-    Args:
-        source: the folder with the tokenizer of the corpus.
+    Each batch is a function of its step and part.
 
     Raises:
         TrainError: the corpus is too small for the recipe, or has nothing to mask.
@@ -225,8 +224,7 @@ _EVALUATION_BATCHES = 8
 class TextObjective:
     """Implements `loop.Objective` for a module that turns a `TextBatch` into a loss.
 
-    Args:
-        held_out: held-out batches per phase; empty: no evaluation.
+    Without held-out batches per phase, there is no evaluation.
     """
 
     def __init__(

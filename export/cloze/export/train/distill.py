@@ -173,10 +173,7 @@ class Distillation(nn.Module):
 
 
 def distill(teacher: Folder, files: list[Path], recipe: DistillRecipe, options: RunOptions) -> Path:
-    """Distil a model on text.
-
-    Returns:
-        The folder of the student.
+    """Distil a model on text, and return the folder of the student.
 
     Raises:
         TrainError: the teacher has no masked-LM head, the recipe does not suit the teacher, an

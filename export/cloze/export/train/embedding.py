@@ -35,7 +35,7 @@ from cloze.export.errors import TrainError
 from cloze.export.measure.corpus import Corpus
 from cloze.export.measure.documents import fingerprint
 from cloze.export.measure.examples import SentenceObjective
-from cloze.export.measure.labels import EncodedRow
+from cloze.export.measure.labelled import EncodedRow
 from cloze.export.measure.metrics import spearman
 from cloze.export.measure.pairs import read_pairs, tokenize_pairs
 from cloze.export.train.adapters import add_low_rank

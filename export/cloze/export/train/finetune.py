@@ -53,13 +53,10 @@ def finetune(
     recipe: LabelsRecipe | TagsRecipe | QuestionsRecipe,
     options: RunOptions,
 ) -> Path:
-    """Fine-tune a model for the task of a recipe.
+    """Fine-tune a model for the task of a recipe, and return its folder.
 
-    Args:
-        held_out_files: files to measure on; empty: a share of the others.
-
-    Returns:
-        The folder of the new model, which has only the head of this task.
+    The model has only the head of this task. Without held-out files, a share of the others is held
+    out.
 
     Raises:
         DataError: the files or the recipe cannot be used, or the run fails, see `train`.
@@ -290,13 +287,9 @@ class JointObjective:
 
 
 def finetune_tasks(source: Folder, folder: Path, recipe: TasksRecipe, options: RunOptions) -> Path:
-    """Fine-tune a model for all tasks of a recipe.
+    """Fine-tune a model for all tasks of a recipe, whose files are relative to ``folder``.
 
-    Args:
-        folder: folder that the names of the recipe's files are relative to.
-
-    Returns:
-        The folder of the new model, which has the heads of all tasks.
+    Return the folder of the new model, which has the heads of all tasks.
 
     Raises:
         DataError: the files or the recipe cannot be used, or the run fails, see `train`.
@@ -346,11 +339,7 @@ def finetune_tasks(source: Folder, folder: Path, recipe: TasksRecipe, options: R
 
 
 def _read(
-    task: AnyTask,
-    source: Folder,
-    folder: Path,
-    recipe: TasksRecipe,
-    options: RunOptions,
+    task: AnyTask, source: Folder, folder: Path, recipe: TasksRecipe, options: RunOptions
 ) -> TaskRows:
     """Read and check the rows of a task."""
     report, measured = options.report, recipe.measured

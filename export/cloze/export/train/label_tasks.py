@@ -17,38 +17,16 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from cloze.export.errors import DataError, Report, TrainError
+from cloze.export.measure import labelled, squad
 from cloze.export.measure.documents import is_held_out
-from cloze.export.measure.labelled import (
-    LabelledText,
-    TaggedSentence,
-    label_names,
-    read_labelled,
-    read_tagged,
-    tag_names,
-)
-from cloze.export.measure.labels import (
-    EncodedRow,
-    encode_rows,
-    label_matrix,
-    measure_labels,
-    measure_tags,
-)
 from cloze.export.measure.metrics import Calibration, calibrate, squad_answers
-from cloze.export.measure.squad import (
-    Question,
-    Window,
-    answers_of,
-    best_guesses,
-    make_windows,
-    read_questions,
-)
 from cloze.export.train.batches import PaddedBatch
 from cloze.export.train.folder import Folder
 from cloze.export.train.recipe import LabelSettings, QuestionsSettings, TagSettings
 from cloze.export.train.rows import IGNORED, Floats, TaskRows
 from cloze.model_store.heads import sequence_classification, span, token_classification
 from cloze.model_store.heads.label_sets import LabelSet
-from cloze.model_store.heads.sequence_classification import ProblemType, SequenceLabelSet
+from cloze.model_store.heads.sequence_classification import SequenceLabelSet
 
 CLASSES: Final = sequence_classification.HEAD.name
 TAGS: Final = token_classification.HEAD.name
@@ -60,7 +38,7 @@ _FIGURES: Final = {
     "regression": "pearson",
 }
 
-Row = TypeVar("Row", bound=LabelledText | TaggedSentence)
+Row = TypeVar("Row", bound=labelled.LabelledText | labelled.TaggedSentence)
 Labels = TypeVar("Labels", bound=LabelSet)
 Spread = TypeVar("Spread")
 
@@ -79,7 +57,10 @@ class _LabelledRows(TaskRows, Generic[Row, Labels]):
         text: Tokenizer,
     ) -> None:
         cut = settings.long_text == "truncate"
-        encoded = (encode_rows(each, text, settings.tokens, cut=cut) for each in (learnt, held_out))
+        encoded = (
+            labelled.encode_rows(each, text, settings.tokens, cut=cut)
+            for each in (learnt, held_out)
+        )
         super().__init__(settings, *encoded)
         self.labels, self._learnt, self._held_out = labels, learnt, held_out
         self.figure = _FIGURES[getattr(labels, "problem_type", None)]
@@ -95,22 +76,17 @@ class _LabelledRows(TaskRows, Generic[Row, Labels]):
         """Return the targets, and weights [L] with which rare labels count as common ones do."""
 
 
-class LabelRows(_LabelledRows[LabelledText, SequenceLabelSet]):
+class LabelRows(_LabelledRows[labelled.LabelledText, SequenceLabelSet]):
     """Texts with labels: cross-entropy of labels, or the squared error of a number."""
 
     head = CLASSES
 
-    @property
-    def problem(self) -> ProblemType:
-        """What is learnt: one label, any number of labels, or a number."""
-        return self.labels.problem_type
-
     def _learn(self) -> tuple[Sequence[NDArray[Any]], NDArray[np.floating]]:
-        matrix = label_matrix(self._learnt, self.labels.labels)
+        matrix = labelled.label_matrix(self._learnt, self.labels.labels)
         counts = matrix.sum(0)
-        if self.problem == "regression":
+        if self.labels.problem_type == "regression":
             return [np.array([row.label], np.float32) for row in self._learnt], np.ones(1)
-        if self.problem == "multi_label_classification":
+        if self.labels.problem_type == "multi_label_classification":
             balanced = (len(matrix) - counts) / np.maximum(counts, 1)
             return list(matrix.astype(np.float32)), balanced
         return list(matrix.argmax(1)[:, None]), _balanced(counts)
@@ -118,9 +94,9 @@ class LabelRows(_LabelledRows[LabelledText, SequenceLabelSet]):
     def loss(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
         """See `TaskRows`."""
         weights = self.weights.to(logits.device)
-        if self.problem == "regression":
+        if self.labels.problem_type == "regression":
             return F.mse_loss(logits, targets), {}
-        if self.problem == "multi_label_classification":
+        if self.labels.problem_type == "multi_label_classification":
             loss = F.binary_cross_entropy_with_logits(logits, targets, pos_weight=weights)
             return loss, {"accuracy": ((logits > 0) == (targets > 0)).float().mean()}
         numbers = targets[:, 0]
@@ -129,18 +105,18 @@ class LabelRows(_LabelledRows[LabelledText, SequenceLabelSet]):
 
     def figures(self, logits: Sequence[Floats]) -> Mapping[str, float]:
         """See `TaskRows`."""
-        return measure_labels(self._held_out, logits, self.labels)
+        return labelled.measure_labels(self._held_out, logits, self.labels)
 
     def calibration(self, logits: Sequence[Floats]) -> Calibration | None:
         """See `TaskRows`; scores of weighted labels are not meant to be shares of the rows."""
-        if self.problem == "regression" or self.settings.class_weights != "none":
+        if self.labels.problem_type == "regression" or self.settings.class_weights != "none":
             return None
-        gold = label_matrix(self._held_out, self.labels.labels)
-        independent = self.problem == "multi_label_classification"
+        gold = labelled.label_matrix(self._held_out, self.labels.labels)
+        independent = self.labels.problem_type == "multi_label_classification"
         return calibrate(np.stack(logits), gold, independent=independent)
 
 
-class TagRows(_LabelledRows[TaggedSentence, LabelSet]):
+class TagRows(_LabelledRows[labelled.TaggedSentence, LabelSet]):
     """Sentences with tags: cross-entropy of the tags of words."""
 
     head = TAGS
@@ -169,7 +145,7 @@ class TagRows(_LabelledRows[TaggedSentence, LabelSet]):
 
     def figures(self, logits: Sequence[Floats]) -> Mapping[str, float]:
         """See `TaskRows`."""
-        return measure_tags(self._held_out, self.held_out_rows, logits, self.labels)
+        return labelled.measure_tags(self._held_out, self.held_out_rows, logits, self.labels)
 
     def calibration(self, logits: Sequence[Floats]) -> Calibration | None:
         """See `TaskRows`; the choices are those of the first tokens of words."""
@@ -185,7 +161,10 @@ class TagRows(_LabelledRows[TaggedSentence, LabelSet]):
 
 
 def tag_targets(
-    row: EncodedRow, sentence: TaggedSentence, number: Mapping[str, int], all_tokens: bool
+    row: labelled.EncodedRow,
+    sentence: labelled.TaggedSentence,
+    number: Mapping[str, int],
+    all_tokens: bool,
 ) -> NDArray[np.int64]:
     """Return the number of each token's tag, int64 [S]."""
     targets = np.full(len(row.input_ids), IGNORED, np.int64)
@@ -226,17 +205,17 @@ def read_rows(
         DataError: a file, its labels, or the settings cannot be used.
     """
     if isinstance(settings, TagSettings):
-        sentences, held_out_sentences = _read(read_tagged, files, held_out_files, settings)
-        types = label_names(sentences, held_out_sentences, report, least=1)
-        tags = LabelSet(name=name, labels=tag_names(types))
+        sentences, held_out_sentences = _read(labelled.read_tagged, files, held_out_files, settings)
+        types = labelled.label_names(sentences, held_out_sentences, report, least=1)
+        tags = LabelSet(name=name, labels=labelled.tag_names(types))
         _check_weights(settings, tags.labels)
         return TagRows(sentences, _spread(held_out_sentences, measured), tags, settings, text)
-    learnt, held_out = _read(read_labelled, files, held_out_files, settings)
+    learnt, held_out = _read(labelled.read_labelled, files, held_out_files, settings)
     first, problem = learnt[0], learnt[0].problem
     if held_out and held_out[0].problem != problem:
         raise DataError(f"{held_out[0].at} is {held_out[0].kind}, but {first.at} is {first.kind}")
     least = 2 if problem == "single_label_classification" else 1
-    names = label_names(learnt, held_out, report, least=least)
+    names = labelled.label_names(learnt, held_out, report, least=least)
     if problem == "regression" and settings.class_weights != "none":
         raise TrainError(f"{first.at} has a number, but class_weights are weights of labels")
     _check_weights(settings, names)
@@ -287,9 +266,9 @@ class WindowRows(TaskRows):
     def __init__(
         self,
         settings: QuestionsSettings,
-        windows: list[Window],
-        held_out_windows: list[Window],
-        held_out: list[Question],
+        windows: list[squad.Window],
+        held_out_windows: list[squad.Window],
+        held_out: list[squad.Question],
     ) -> None:
         super().__init__(settings, windows, held_out_windows)
         self._held_out = held_out
@@ -308,7 +287,9 @@ class WindowRows(TaskRows):
     def figures(self, logits: Sequence[Floats]) -> Mapping[str, float]:
         """Return exact match and F1 on held-out articles, in [0, 1]."""
         questions = self._held_out
-        answers = answers_of(questions, best_guesses(questions, self.held_out_rows, logits))
+        answers = squad.answers_of(
+            questions, squad.best_guesses(questions, self.held_out_rows, logits)
+        )
         return {name: value / 100 for name, value in squad_answers(answers, questions).items()}
 
 
@@ -331,9 +312,9 @@ def read_windows(
     Raises:
         TrainError: there is no question to learn from, or windows do not fit.
     """
-    learnt: list[Question] = []
-    held_out: list[Question] = []
-    for question in read_questions(files):
+    learnt: list[squad.Question] = []
+    held_out: list[squad.Question] = []
+    for question in squad.read_questions(files):
         if question.impossible and not settings.unanswerable:
             continue
         if is_held_out(question.title, settings.held_out):
@@ -342,7 +323,7 @@ def read_windows(
             learnt.append(question)
     held_out = _spread(held_out, measured)
     windows, held_out_windows = (
-        make_windows(
+        squad.make_windows(
             questions,
             source.text,
             tokens=settings.tokens,

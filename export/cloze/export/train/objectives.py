@@ -115,12 +115,7 @@ class MaskedText(nn.Module):
 
 
 def masked_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the mean cross-entropy in nats, and the figures of the log.
-
-    Args:
-        logits: [M, V].
-        labels: int64 [M].
-    """
+    """Return the mean cross-entropy in nats of logits [M, V], and the figures of the log."""
     logits = logits.float()  # argmax takes six times as long in bf16 on a CPU (torch 2.13)
     loss = F.cross_entropy(logits, labels)
     return loss, {"masked_loss": loss, "accuracy": (logits.argmax(1) == labels).float().mean()}
@@ -156,11 +151,7 @@ class SpanBoundary(nn.Module):
 
 
 def runs(positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first and the last position, [M] each, of the run of chosen tokens around each.
-
-    Args:
-        positions: int64 [M], ascending.
-    """
+    """Return the first and the last of the adjacent ``positions`` around each, all int64 [M]."""
     run = (positions.diff(prepend=positions[:1]) > 1).cumsum(0)
     first, end = torch.searchsorted(run, run), torch.searchsorted(run, run, right=True)
     return positions[first], positions[end - 1]

@@ -36,15 +36,12 @@ def pretrain(
     embeddings_from: Folder | None = None,
     vocabulary: Folder | None = None,
 ) -> Path:
-    """Train a model from text.
+    """Train a model from text, and return its folder.
 
     Args:
         source: model to continue, with its sizes and vocabulary; None: random weights.
         embeddings_from: model whose embeddings the run keeps; None: the source.
         vocabulary: folder with a tokenizer; None: the vocabulary is learnt from the text.
-
-    Returns:
-        The folder of the new model.
 
     Raises:
         TrainError: an input is missing or unsuitable, or the run fails, see `train`.

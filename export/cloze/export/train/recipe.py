@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cloze.export.errors import TrainError
-from cloze.export.measure.data_files import describe_error
+from cloze.export.measure.documents import describe_error
 from cloze.export.measure.examples import SentenceObjective
 from cloze.export.measure.masking import Unit
 from cloze.model_store.heads.label_sets import SetName
@@ -474,10 +474,7 @@ R = TypeVar("R", bound=Recipe)
 
 
 def load_recipe(name: str, kind: type[R], *, seed: int | None = None) -> R:
-    """Read a recipe.
-
-    Args:
-        seed: replaces the seed of the recipe; None: the seed of the recipe.
+    """Read a recipe; a ``seed`` replaces that of the file.
 
     Raises:
         TrainError: the file is missing or is not TOML, or a field is unknown or invalid.

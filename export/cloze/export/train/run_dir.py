@@ -150,10 +150,7 @@ def save_state(run_dir: Path, parts: Mapping[str, Stateful], step: int) -> None:
 
 
 def load_state(run_dir: Path, parts: Mapping[str, Stateful], device: torch.device) -> int:
-    """Restore the state of each part from the state file, if there is one.
-
-    Returns:
-        The number of finished steps; 0 without a state file.
+    """Restore each part from the state file; return the number of finished steps, 0 without a file.
 
     Raises:
         TrainError: the file is damaged, or holds the state of another model.

@@ -23,10 +23,7 @@ _MAX_ALPHABET = 1000
 
 
 def train_tokenizer(
-    documents: Callable[[], Iterable[Document]],
-    *,
-    size: int,
-    lowercase: bool,
+    documents: Callable[[], Iterable[Document]], *, size: int, lowercase: bool
 ) -> PreTrainedTokenizerBase:
     """Learn a vocabulary of exactly ``size`` tokens. The same text gives the same vocabulary.
 
@@ -93,7 +90,7 @@ def _lines(
 
 
 def save_vocabulary(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the files of a tokenizer. A file ``tokenizer.json`` means that all are complete.
+    """Write the files of a tokenizer as a folder, all or none of them.
 
     Raises:
         TrainError: the disk is full, or the folder cannot be written.
@@ -104,7 +101,5 @@ def save_vocabulary(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         tokenizer.save_pretrained(new)
     except Exception as error:  # tokenizers raises no class of its own
         raise TrainError(f"the vocabulary cannot be written to {folder}: {error}") from error
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in sorted(new.iterdir(), key=lambda file: file.name == "tokenizer.json"):
-        file.replace(folder / file.name)  # Windows renames to new names only
-    new.rmdir()
+    shutil.rmtree(folder, ignore_errors=True)
+    new.rename(folder)

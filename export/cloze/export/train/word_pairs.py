@@ -8,8 +8,7 @@ from pathlib import Path
 from accelerate import PartialState
 
 from cloze.export.errors import TrainError
-from cloze.export.measure.data_files import read_lines
-from cloze.export.measure.documents import read_documents
+from cloze.export.measure.documents import read_documents, read_lines
 from cloze.export.train.device import is_main
 from cloze.model_store.plain_files import replacing
 
@@ -20,14 +19,11 @@ _WORD = re.compile(r"\w+")
 
 
 class WordPairs:
-    """Exchanges the words of pairs in texts.
+    """Exchanges the words of pairs, which are in lower case, in texts.
 
     A word that stands in several rows becomes its partner in the first of them. English "her" is
     both "his" and "him", which takes a parser to tell apart: in the pairs of the package, "her"
     becomes "his".
-
-    Args:
-        pairs: two words each, in lower case.
     """
 
     def __init__(self, pairs: Iterable[tuple[str, str]]) -> None:
@@ -74,13 +70,11 @@ def read_word_pairs(file: Path | None = None) -> WordPairs:
 def write_counterfactuals(files: Iterable[Path], words: WordPairs, out: Path) -> int:
     """Write the documents of ``files``, and after each that has such words its exchanged copy.
 
+    Return the number of copies. Of several processes of a run, the main one writes, and the others
+    return 0.
+
     Pre-training on the result is counterfactual data augmentation (Zmigrod et al. 2019). A copy has
     the title of its original, so a split by title never holds out one of them.
-
-    Of several processes of a run, the main one writes.
-
-    Returns:
-        The number of copies; 0 in another process than the main one.
 
     Raises:
         TrainError: a file cannot be read, or no document has such a word.

@@ -12,7 +12,7 @@ import pytest
 from scipy.stats import spearmanr
 
 from cloze.export.errors import DataError
-from cloze.export.measure.masked_words import (
+from cloze.export.measure.evaluate import (
     Sentence,
     read_sentences,
 )

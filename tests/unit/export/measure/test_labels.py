@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from cloze.export.errors import DataError
-from cloze.export.measure.labelled import LabelledText, TaggedSentence
-from cloze.export.measure.labels import (
+from cloze.export.measure.labelled import (
     EncodedRow,
     Floats,
+    LabelledText,
+    TaggedSentence,
     encode_rows,
     measure_labels,
     measure_tags,

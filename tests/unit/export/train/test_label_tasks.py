@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cloze.export.measure.labelled import LabelledText, TaggedSentence
-from cloze.export.measure.labels import EncodedRow
+from cloze.export.measure.labelled import EncodedRow, LabelledText, TaggedSentence
 from cloze.export.train.label_tasks import LabelRows, TagRows, tag_targets
 from cloze.export.train.recipe import LabelSettings, TagSettings
 from cloze.model_store.heads.label_sets import LabelSet

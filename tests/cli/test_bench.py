@@ -219,7 +219,7 @@ def test_the_whole_way(tiny_store: Path, tmp_path: Path) -> None:
     """Engine and server on a tiny bundle: a table, and figures that compare with themselves."""
     out = tmp_path / "results" / "tiny"
     store = ["--model", "bert", "--model-store", str(tiny_store), "--out", str(out)]
-    sizes = "--seconds 0.2 --turns 2 --clients 1 --pauses 20 --shares 0.3 --count 60"
+    sizes = "--seconds 0.4 --turns 2 --clients 1 --pauses 20 --shares 0.3 --count 60"
     done = CliRunner().invoke(cli, ["bench", "run", *store, *sizes.split()])
     assert done.exit_code == 0, done.output
     found = Result.from_json(out.with_suffix(".json"))

@@ -17,7 +17,6 @@ from tests.support.encodings import encoding
 
 INFINITY = float("inf")
 
-
 NOW = 1000.0
 NO_LIMIT = WaitLimits()
 

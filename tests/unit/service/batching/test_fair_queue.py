@@ -19,7 +19,6 @@ LONG = LineKey.of(10_000, None)
 BULK = LineKey.of(1, None, is_bulk=True)
 FOREVER = float("inf")
 
-
 NOW = [1000.0]
 
 
@@ -117,6 +116,17 @@ def test_clients_and_their_lines_take_turns_by_tokens(other: str) -> None:
     lengths = [length for _ in range(8) for length in queue.took(1)]
     assert lengths[2:] == [5, 6, 11, 7, 12, 13]
     assert set(lengths[:2]) == {10, 4}
+
+
+@pytest.mark.parametrize("other", ["a", "b"])
+def test_a_request_of_many_texts_does_not_starve_behind_single_ones(other: str) -> None:
+    queue = Queue()
+    many = queue.put("a", *range(20, 40), key=LONG)
+    for _ in range(90):  # 20 texts of 590 tokens, and as many tokens in 59 single ones
+        if queue.share(other, SHORT)[0] < 30:
+            queue.put(other, 10, 10, 10)
+        queue.took(1)
+    assert many.queued_tokens == 0
 
 
 def test_a_client_that_waits_keeps_its_turn_when_more_arrives() -> None:

@@ -29,12 +29,10 @@ from cloze.service.machine import (
     [
         ({}, 64),
         ({"cpu.max": "max 100000\n"}, 64),
-        ({"cpu.max": "200000 100000\n"}, 2),
         ({"cpu.max": "150000 100000\n"}, 2),
         ({"cpu.max": "10000 100000\n"}, 1),
         ({"cpu.max": "9900000 100000\n"}, 64),
         ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
-        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 64),
         ({"cpu.max": "rubbish"}, 64),
     ],
 )
@@ -66,38 +64,29 @@ def test_the_cores_are_those_of_the_affinity_or_else_all(
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "limit"),
+    ("limit_file", "none", "usage", "inactive"),
     [
-        ("memory.max", "max\n", None),
-        ("memory.max", "268435456\n", 268435456),
-        ("memory/memory.limit_in_bytes", "9223372036854771712\n", None),
-        ("memory/memory.limit_in_bytes", "134217728\n", 134217728),
-        ("other", "5", None),
+        ("memory.max", "max", "memory.current", "inactive_file"),
+        (
+            "memory/memory.limit_in_bytes",
+            "9223372036854771712",
+            "memory/memory.usage_in_bytes",
+            "total_inactive_file",
+        ),
     ],
+    ids=["version 2", "version 1"],
 )
-def test_the_limit_is_that_of_the_control_group(
-    tmp_path: Path, file: str, text: str, limit: int | None
+def test_limit_and_use_are_those_of_the_control_group(
+    tmp_path: Path, limit_file: str, none: str, usage: str, inactive: str
 ) -> None:
-    (tmp_path / file).parent.mkdir(exist_ok=True)
-    (tmp_path / file).write_text(text)
-    assert memory_limit(tmp_path) == limit
-
-
-@pytest.mark.parametrize(
-    ("usage", "stat", "name"),
-    [
-        ("memory.current", "memory.stat", "inactive_file"),
-        ("memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
-    ],
-)
-def test_pages_that_can_be_dropped_are_not_used(
-    tmp_path: Path, usage: str, stat: str, name: str
-) -> None:
-    (tmp_path / usage).parent.mkdir(exist_ok=True)
-    assert memory_used(tmp_path) is None
+    (tmp_path / limit_file).parent.mkdir(exist_ok=True)
+    assert (memory_limit(tmp_path), memory_used(tmp_path)) == (None, None)
+    for text, limit in ((none, None), ("268435456", 268435456)):
+        (tmp_path / limit_file).write_text(f"{text}\n")
+        assert memory_limit(tmp_path) == limit
     (tmp_path / usage).write_text("1000\n")
-    (tmp_path / stat).write_text(f"anon 500\n{name} 300\n")
-    assert memory_used(tmp_path) == 700
+    (tmp_path / usage).with_name("memory.stat").write_text(f"anon 500\n{inactive} 300\n")
+    assert memory_used(tmp_path) == 700, "without pages that can be dropped"
 
 
 def test_the_memory_is_that_of_the_control_group_or_of_the_machine(
@@ -108,8 +97,6 @@ def test_the_memory_is_that_of_the_control_group_or_of_the_machine(
     assert memory_state(tmp_path) == (600, 1000)
     (tmp_path / "memory.current").write_text("500\n")
     (tmp_path / "memory.stat").write_text("inactive_file 100\n")
-    assert memory_state(tmp_path) == (600, 1000)
-    (tmp_path / "memory.max").write_text("max\n")
     assert memory_state(tmp_path) == (600, 1000)
     (tmp_path / "memory.max").write_text("900\n")
     assert memory_state(tmp_path) == (400, 900)

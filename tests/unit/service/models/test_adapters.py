@@ -48,12 +48,7 @@ def made(base: Bundle, read: Adapter, name: str = "stars") -> AdapterBundle:
 
 
 class Registry:
-    """Adapters of an engine whose disk a test controls.
-
-    Attributes:
-        calls: what was called, in order.
-        disk: the result of the next reading.
-    """
+    """Adapters of an engine whose disk a test controls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -170,9 +165,7 @@ def test_labels_without_names_are_those_of_transformers(labels: int, kind: str) 
 
 def test_labels_are_as_many_as_the_rows_of_the_head() -> None:
     names = {"id2label": {"0": "bad", "1": "good", "2": "best"}}
-    for rows in (2, 4):
-        with pytest.raises(AdapterError, match=f"names 3 labels; the head has {rows}"):
-            adapters._labels(classifier(rows), HIDDEN, names)
     adapters._labels(classifier(10_000), HIDDEN, {})
-    with pytest.raises(AdapterError, match="its head has 10001 labels; the limit is 10000"):
-        adapters._labels(classifier(10_001), HIDDEN, {})
+    for rows, given in ((2, names), (4, names), (10_001, {})):
+        with pytest.raises(AdapterError):
+            adapters._labels(classifier(rows), HIDDEN, given)

@@ -11,6 +11,8 @@ from starlette.requests import Request
 from cloze.service.errors import InvalidRequest
 from cloze.service.http.errors import ErrorInfo
 from cloze.service.protocols import error_response, openai
+from cloze.service.protocols.tei import _Decode
+from cloze.service.tasks.task import INPUTS
 from tests.support.records import recorded, scope_of
 
 
@@ -29,11 +31,6 @@ def test_an_error_of_openai_s_protocol(status: int, kind: str) -> None:
     assert asdict(openai.error_body(info)) == {"error": error, "detail": "why"}
 
 
-def test_an_unknown_model_has_a_code() -> None:
-    info = ErrorInfo(404, "Validation", "model_not_found", "why")
-    assert openai.error_body(info).error.code == "model_not_found"
-
-
 def test_the_protocol_of_a_path_writes_its_errors() -> None:
     def shape(path: str) -> dict[str, Any]:
         request = Request(scope_of(recorded(path)))
@@ -50,3 +47,14 @@ def test_the_protocol_of_a_path_writes_its_errors() -> None:
     for path in ("/v2", "/v2/models/x/infer", "/v2/nowhere"):
         assert shape(path) == {"error": "why"}, path
     assert shape("/v2/embed") == {"message": "why"}
+
+
+def test_an_error_keeps_its_words_in_another_place() -> None:
+    at = object.__new__(_Decode).in_body  # its names need no models
+    assert str(at(INPUTS, None)) == "ids"
+    error = InvalidRequest("the windows hold 410 tokens", INPUTS.below(3, "question"), "up to ")
+    assert str(error) == "up to inputs[3].question the windows hold 410 tokens"
+    assert error.at is not None
+    moved = error.moved(at(error.at, None))
+    assert str(moved) == "up to ids[3].question the windows hold 410 tokens"
+    assert type(moved) is InvalidRequest

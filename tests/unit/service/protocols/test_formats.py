@@ -3,8 +3,6 @@
 import io
 import struct
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,15 +11,13 @@ import pytest
 from cloze.service.http.routes import NPY
 from cloze.service.protocols import native, protocol, tensors
 from cloze.service.protocols.protocol import LenientModel, ignored_fields
-from cloze.service.protocols.tensors import TaskTensors, TensorMetadata
+from cloze.service.protocols.tensors import TaskTensors
 from cloze.service.tasks import TASKS
 from cloze.service.tasks.embed_all import TokenVectors
 from cloze.service.tasks.nsp import NspLabel, RankedCandidate
-from cloze.service.tasks.task import PreparedRequest, TaskContext, TextUsage
+from cloze.service.tasks.task import TextUsage
 from cloze.service.tasks.text_classification import LabelScore
-from cloze.service.tasks.wire import NoParameters
 from tests.support.refusals import refused
-from tests.unit.service.protocols.service import Service
 
 # ---- binary tensors ----------------------------------------------------------------------------
 
@@ -156,12 +152,6 @@ def test_a_column_that_some_entries_have() -> None:
     assert (made["index"], made["text"], made["label"]) == ([0, 1], ["", "a"], ["IsNext", ""])
 
 
-def test_a_task_without_columns_has_results_alone() -> None:
-    without = TaskTensors(replace(TASKS["similarity"], result=list[str]))
-    assert without.outputs == [TensorMetadata("result", "BYTES", [-1])]
-    assert without.to_outputs(["a"], (), 1) == {"result": ['"a"']}
-
-
 def test_vectors_and_their_counts() -> None:
     assert written("embed", np.eye(2, dtype=np.float32)) == {
         "embedding": [[1, 0], [0, 1]], "count": [1, 1],
@@ -261,25 +251,6 @@ def test_unknown_fields_are_named_in_a_warning() -> None:
     assert warned(**{"é\n": 1}) == "\\xe9\\n"
     at_root = Inner.model_validate({"a": 1})
     assert ignored_fields(at_root, at_root).endswith(" a")
-
-
-# ---- bodies of tasks ---------------------------------------------------------------------------
-
-
-def test_a_task_without_parameters_takes_none(tmp_path: Path) -> None:
-    asked = []
-
-    def prepare(_: str, parameters: NoParameters, __: TaskContext) -> PreparedRequest[None]:
-        asked.append(parameters)
-        return PreparedRequest([], None)
-
-    task = replace(
-        TASKS["score"], parameters=NoParameters, prepare=prepare, decode=lambda *_: ["done"]
-    )
-    assert native.body_type(task).model_fields.keys() == {"inputs", "model"}
-    with Service(tmp_path, tasks={task.name: task}) as service:
-        assert service.post(task.route, {"inputs": "a"}).json() == "done"
-    assert asked == [NoParameters()]
 
 
 # ---- JSON in parts -----------------------------------------------------------------------------

@@ -60,13 +60,14 @@ def test_probes_follow_the_state(service: Service, path: str, statuses: dict[str
 
 
 def test_answers_of_probes(service: Service) -> None:
-    assert service.get("/healthz").json() == {"status": "alive"}
-    assert service.get("/readyz").json() == {"status": "ready"}
-    assert service.get("/health").content == b""
-    assert service.get("/v2/health/live").json() == {"live": True}
-    assert service.get("/v2/health/ready").json() == {"ready": True}
-    for path in ("/healthz", "/readyz", "/v2/health/live", "/info", "/v2", "/v1/models"):
-        assert service.get(path).headers["content-type"] == "application/json"
+    for path, body in (
+        ("/healthz", b'{"status":"alive"}'),
+        ("/readyz", b'{"status":"ready"}'),
+        ("/health", b""),
+        ("/v2/health/live", b'{"live":true}'),
+        ("/v2/health/ready", b'{"ready":true}'),
+    ):
+        assert service.get(path).content == body
 
 
 def test_probes_that_are_answered_at_once_follow_the_state_too() -> None:

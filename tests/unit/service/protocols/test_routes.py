@@ -15,7 +15,7 @@ import pytest
 from cloze.service.core import ServedRequest
 from cloze.service.errors import Rejection
 from cloze.service.http.bytes_held import Hold
-from cloze.service.http.routes import NPY, RAW
+from cloze.service.http.routes import RAW
 from cloze.service.protocols import protocol
 from cloze.service.tasks import TASKS
 from tests.support.refusals import error_of
@@ -87,12 +87,6 @@ def test_which_routes_ignore_unknown_fields(service: Service) -> None:
     assert error_of(response) == (422, "invalid_body")
 
 
-def test_the_report_on_the_texts(service: Service) -> None:
-    report = ok(service.post("/embed", {"inputs": "the", "return_usage": True}))
-    assert report["result"][0] == pytest.approx([0.6, 0, 0.8, 0])
-    assert report["usage"] == [{"tokens": 3, "used": 3, "windows": None}]
-
-
 def test_headers_of_an_answer(service: Service) -> None:
     response = service.post("/embed", {"inputs": ["the", "a b c d e f g h i j"], "model": "small"})
     seen = service.seen
@@ -150,10 +144,10 @@ def test_a_large_answer_waits_for_its_turn(alone: Service) -> None:
     for client in ("x", "x", "y"):
         alone._runner.run(alone.limits.begin_answer(ServedRequest(client=client)))
 
-    def ask(path: str, body: Any) -> httpx.Response:
-        return alone.post(path, body, x_request_timeout_ms="300")
+    def ask(path: str, body: Any, ms: str = "20000") -> httpx.Response:
+        return alone.post(path, body, x_request_timeout_ms=ms)
 
-    late = ask("/embed_all", {"inputs": [[109] * 8] * 290})
+    late = ask("/embed_all", {"inputs": [[109] * 8] * 290}, "400")
     assert error_of(late) == (504, "timeout")
     assert alone.seen.rejection is Rejection.STATED_LIMIT
     ok(ask("/embed_all", {"inputs": "the"}))
@@ -172,7 +166,7 @@ def test_a_large_answer_waits_for_its_turn(alone: Service) -> None:
         ("/v2/embed", *(COHERE_TEXT | {"texts": [LONG_TEXT] * n} for n in (55, 54))),
     ):
         assert ask(path, small).status_code == 200, path
-        assert ask(path, large).status_code == 504, path
+        assert ask(path, large, "400").status_code == 504, path
 
 
 def test_a_wrong_header_is_found_before_the_engine_runs(service: Service) -> None:
@@ -209,8 +203,6 @@ def test_vectors_in_the_format_that_is_accepted(service: Service) -> None:
     assert response.headers["x-shape"] == "2,4"
     response = service.post("/embed_all", body, accept=RAW)
     assert (response.headers["x-lengths"], response.headers["x-shape"]) == ("3,3", "6,4")
-    assert "x-compute-tokens" in response.headers
-    assert service.post("/embed", body, accept=NPY).content[:6] == b"\x93NUMPY"
     labels = service.post("/classify", {"inputs": "a"}, accept=f"{RAW}; dtype=int4")
     assert labels.status_code == 200, "only vectors have a dtype"
 
@@ -271,39 +263,31 @@ def test_what_is_served_chooses_between_tasks_with_equal_bodies(tmp_path: Path) 
 
 
 def test_rerank_needs_both_of_its_tasks(tmp_path: Path) -> None:
-    for tasks in (["similarity"], ["text-classification"]):
-        with Service(tmp_path, tasks={name: TASKS[name] for name in tasks}) as made:
-            assert made.post("/rerank", {"query": "a", "texts": ["b"]}).status_code == 404
-            status = made.post("/predict", {"inputs": "a"}).status_code
-            assert status == (200 if tasks == ["text-classification"] else 404)
+    with Service(tmp_path, tasks={"text-classification": TASKS["text-classification"]}) as made:
+        assert made.post("/rerank", {"query": "a", "texts": ["b"]}).status_code == 404
+        assert made.post("/predict", {"inputs": "a"}).status_code == 200
 
 
 PAIR = {"source_sentence": "a", "sentences": ["b"]}
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "kind"),
-    [
-        ("/fill-mask", {"inputs": "a [MASK]"}, "probability"),
-        ("/nsp", {"inputs": {"text": "a", "next": "b"}}, "probability"),
-        ("/qa", {"inputs": {"question": "a", "context": "b"}}, "probability"),
-        ("/token-classification", {"inputs": "a"}, "probability"),
+def test_scores_say_what_they_are(service: Service) -> None:
+    """See `test_operations.py` for the kind of every task."""
+    labels = {"inputs": "a", "parameters": {"function_to_apply": "none"}}
+    cohere = {"texts": ["a"], "model": "tiny", "input_type": "query"}
+    for path, body, kind in (
         ("/redact", {"inputs": "a"}, "probability"),
         ("/classify", {"inputs": "a"}, "probability"),
-        ("/classify", {"inputs": "a", "parameters": {"function_to_apply": "none"}}, "raw score"),
+        ("/classify", labels, "raw score"),
         ("/similarity", {"inputs": PAIR}, "cosine"),
         ("/rerank", {"query": "a", "texts": ["b"]}, "cosine"),
         ("/score", {"inputs": "a"}, "log-probability"),
         ("/embed", {"inputs": "a"}, None),
-        ("/v2/embed", {"texts": ["a"], "model": "tiny", "input_type": "query"}, None),
-    ],
-)
-def test_scores_say_what_they_are(
-    service: Service, path: str, body: dict[str, Any], kind: str | None
-) -> None:
-    response = service.post(path, body)
-    ok(response)
-    assert response.headers.get("x-score-kind") == kind
+        ("/v2/embed", cohere, None),
+    ):
+        response = service.post(path, body)
+        ok(response)
+        assert response.headers.get("x-score-kind") == kind, path
 
 
 # ---- text-embeddings-inference -----------------------------------------------------------------
@@ -394,20 +378,18 @@ def test_tokens_and_texts(service: Service) -> None:
         ("[CLS]", True, None, None), ("the", False, 0, 3), ("é", False, 4, 6),
         ("[SEP]", True, None, None),
     ]  # fmt: skip
-    two = ok(service.post("/tokenize", {"inputs": ["the", "a"], "add_special_tokens": False}))
-    assert [[token["text"] for token in tokens] for tokens in two] == [["the"], ["a"]]
-    [asked] = ok(service.post("/tokenize", {"inputs": "the", "prompt_name": "query"}))
-    assert [token["text"] for token in asked][1:4] == ["ask", ":", "the"]
+    plain = {"inputs": ["the"], "prompt_name": "query", "add_special_tokens": False}
+    [tokens] = ok(service.post("/tokenize", plain))
+    assert [token["text"] for token in tokens] == ["ask", ":", "the"]
     assert ok(service.post("/decode", {"ids": [[109], [109, 3]]})) == ["the", "the"]
     kept = ok(service.post("/decode", {"ids": [109, 3], "skip_special_tokens": False}))
     assert kept == ["the [SEP]"]
-    assert service.post("/decode", {"ids": [5], "x": 1}).headers["x-warning"].endswith(" x")
-    assert service.post("/tokenize", {"inputs": "a", "x": 1}).headers["x-warning"].endswith(" x")
     refused = service.post("/decode", {"ids": [-1]})
     assert error_of(refused) == (422, "invalid_value")
     assert refused.json()["error"].startswith("ids ")
     for path, body in (("/tokenize", {"inputs": "the"}), ("/decode", {"ids": [5]})):
-        ok(service.post(path, body | {"model": "small"}))
+        response = service.post(path, body | {"model": "small", "x": 1})
+        assert response.headers["x-warning"] == "ignored unknown fields: x"
         assert service.seen.model == "small@1"
 
 
@@ -460,21 +442,20 @@ def test_embeddings_in_openai_s_shape(service: Service, path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "code"),
+    ("fields", "status", "code"),
     [
-        ({"input": "", "model": "tiny"}, 400, "empty_input"),
-        ({"input": ["a"] * 301, "model": "tiny"}, 400, "limit_exceeded"),
-        ({"input": "a"}, 400, "invalid_body"),
-        ({"input": "a", "model": "x"}, 404, "model_not_found"),
-        ({"input": "a", "model": "tiny", "dimensions": 9}, 400, "invalid_value"),
-        ({"input": "a", "model": "tiny", "more": 1}, 400, "invalid_body"),
+        ({"input": ""}, 400, "empty_input"),
+        ({"model": None}, 400, "invalid_body"),
+        ({"model": "x"}, 404, "model_not_found"),
+        ({"dimensions": 9}, 400, "invalid_value"),
+        ({"more": 1}, 400, "invalid_body"),
     ],
 )
 def test_errors_in_openai_s_shape(
-    service: Service, body: dict[str, Any], status: int, code: str
+    service: Service, fields: dict[str, Any], status: int, code: str
 ) -> None:
     for path in ("/v1/embeddings", "/embeddings"):
-        response = service.post(path, body)
+        response = service.post(path, {"input": "a", "model": "tiny"} | fields)
         error = response.json()["error"]
         assert error_of(response) == (status, code)
         assert error["type"] == "invalid_request_error"
@@ -536,12 +517,10 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ({"texts": ["a", ""]}, 400, "empty_input"),
         ({"texts": "a"}, 400, "invalid_body"),
         ({"texts": None}, 400, "invalid_value"),
-        ({"inputs": []}, 400, "invalid_value"),
         ({"texts": None, "inputs": [{"content": [PART | {"text": ""}]}]}, 400, "empty_input"),
         ({"texts": None, "inputs": [{"content": [IMAGE]}]}, 400, "invalid_body"),
         ({"images": ["data:"]}, 400, "invalid_body"),
         ({"embedding_types": ["int8"]}, 400, "invalid_body"),
-        ({"input_type": "image"}, 400, "invalid_value"),
         ({"output_dimension": 9}, 400, "invalid_value"),
         ({"model": "x"}, 404, "model_not_found"),
     ],
@@ -648,14 +627,12 @@ def test_bytes_in_and_out(service: Service) -> None:
 @pytest.mark.parametrize(
     ("model", "tensors", "fields", "status", "code"),
     [
-        ("tiny", [], {}, 404, "model_not_found"),
         ("tiny.x", [], {}, 404, "model_not_found"),
         ("small.qa", [], {}, 404, "model_not_found"),
         ("tiny.embed", [], {}, 400, "invalid_value"),
         ("tiny.embed", [tensor("text", "a"), tensor("text", "b")], {}, 400, "invalid_value"),
         ("tiny.embed", [tensor("text", "a", shape=[2])], {}, 400, "invalid_value"),
         ("tiny.embed", [tensor("text", "a", shape=[1, 2])], {}, 400, "invalid_value"),
-        ("tiny.embed", [tensor("text", data=None)], {}, 400, "invalid_value"),
         ("tiny.embed", [tensor("text", "a")], {"outputs": [{"name": "x"}]}, 400, "invalid_value"),
         ("tiny.embed", [tensor("text", "a")], {"parameters": {"x": 1}}, 400, "invalid_body"),
         ("tiny.embed", [sized("text", 1, 1)], {}, 400, "invalid_value"),

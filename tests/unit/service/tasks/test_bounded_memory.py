@@ -49,14 +49,6 @@ def test_memory_is_in_proportion_to_the_bytes(
     assert peak <= MOST_MB * MB + MOST_PER_BYTE * len(DOTS)
 
 
-def test_a_long_text_that_is_cut_reports_all_its_tokens() -> None:
-    request = prepared("token-classification", DOTS, LARGE, return_usage=True)
-    assert request.usage is not None
-    assert [(one.tokens, one.used) for one in request.usage] == [(len(DOTS) + 2, 512)]
-    [text] = request.state.texts
-    assert len(text.spans.ids) == len(text.spans.offsets()) == len(text.spans.words) == 510
-
-
 def test_a_run_that_the_normaliser_expands_is_refused(tmp_path: Path) -> None:
     """A character of three bytes may become 18 characters, and as many tokens."""
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"\u2581\u0635\u0644\u0649a"]

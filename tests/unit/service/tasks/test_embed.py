@@ -13,6 +13,7 @@ from cloze.service.tasks.task import TextUsage
 from tests.support.refusals import refused
 from tests.unit.service.tasks.model import (
     CLS,
+    CONTEXT,
     ID,
     SEP,
     VOCABULARY,
@@ -70,6 +71,10 @@ def test_a_vector_of_zeros_stays_zero() -> None:
 def test_leading_dimensions_are_kept_and_then_scaled() -> None:
     request = prepared("embed", "the", dimensions=2)
     np.testing.assert_allclose(decoded("embed", request, vectors([3, 4, 9, 9])), [[0.6, 0.8]])
+    span = prepared("embed", "the", spans=[(0, 3)], dimensions=2)
+    rows = np.array([[9, 9, 9, 9], [3, 4, 5, 6], [9, 9, 9, 9]], np.float32)
+    result = decoded("embed", span, [{"token_embedding": ArrayResult(rows)}])
+    np.testing.assert_allclose(result, [[0.6, 0.8]], rtol=1e-6)
     whole = prepared("embed", "the", dimensions=4, normalize=False)
     assert decoded("embed", whole, vectors([3, 4, 9, 9])).tolist() == [[3, 4, 9, 9]]
     for dimensions in (0, 5):
@@ -85,11 +90,13 @@ def test_prompts_are_put_before_a_text() -> None:
         prepared("embed", "the", prompt_name="no")
     with refused("invalid_value"):
         prepared("embed", "the", prompt_name="query", input_type="document")
-    model = context(embedding=recipe(prompts={"q": "ask "}, default_prompt="q"))
-    assert tokens(prepared("embed", "the", model)) == ["[CLS] ask the [SEP]"]
-    model = context(embedding=recipe())
+    prompts = {"q": "ask ", "d": "say "}
+    model = context(embedding=recipe(prompts=prompts, default_prompt="q"))
+    for inputs in ("the", ids("the")):
+        assert tokens(prepared("embed", inputs, model)) == ["[CLS] ask the [SEP]"]
+    assert tokens(prepared("embed", "the", model, prompt_name="d")) == ["[CLS] say the [SEP]"]
     with refused("invalid_value", at="prompt_name"):
-        prepared("embed", "the", model, prompt_name="q")
+        prepared("embed", "the", context(embedding=recipe()), prompt_name="q")
 
 
 def test_ids_are_a_text_with_or_without_its_special_tokens() -> None:
@@ -113,24 +120,6 @@ def test_a_prompt_is_put_before_ids_as_before_a_text() -> None:
         request = prepared("embed", ["a b", ids("a b"), [CLS, *ids("a b"), SEP]], **parameters)
         assert tokens(request) == ["[CLS] ask : a b [SEP]"] * 3
     assert prepared("embed", [ids("a b")]).vectors != request.vectors
-    long = prepared("embed", [NINE, ids(NINE)], prompt_name="query", long_text="window")
-    half = len(long.encodings) // 2
-    assert half > 1
-    assert tokens(long)[:half] == tokens(long)[half:]
-    assert all(part.startswith("[CLS] ask : ") for part in tokens(long))
-
-
-def test_long_texts_are_cut_where_the_recipe_says() -> None:
-    request = prepared("embed", [NINE, NINE[:-2]], return_usage=True)
-    assert tokens(request) == ["[CLS] a b c d e f g h [SEP]"] * 2
-    assert request.truncated == 1
-    assert request.usage == [TextUsage(11, 10), TextUsage(10, 10)]
-    assert tokens(prepared("embed", NINE, truncation_direction="left")) == [
-        "[CLS] b c d e f g h i [SEP]"
-    ]
-    with refused("text_too_long", 11, 10, at="inputs"):
-        prepared("embed", NINE, truncate=False)
-    prepared("embed", NINE[:-2], truncate=False)
 
 
 def test_windows_have_the_mean_vector_by_their_tokens() -> None:
@@ -155,9 +144,11 @@ def test_windows_begin_with_the_prompt() -> None:
     assert request.usage == [TextUsage(13, 13, [(0, 11), (10, 17)])]
     with refused("text_too_long", 12, 10, at="inputs"):
         prepared("embed", "a", long_text="window", prompt_name="long")
-    by_ids = prepared("embed", ids(NINE), long_text="window", return_usage=True)
-    assert by_ids.usage == [TextUsage(11, 11)]
-    assert len(by_ids.encodings) == 2
+    by_ids = prepared(
+        "embed", ids(NINE), long_text="window", prompt_name="query", return_usage=True
+    )
+    assert by_ids.usage == [TextUsage(13, 13)], "ids have no characters"
+    assert tokens(by_ids) == tokens(request)
 
 
 # ---- layers ------------------------------------------------------------------------------------
@@ -316,13 +307,11 @@ def test_words_are_limited() -> None:
     prepared("embed-sparse", ["a", "b"], top_k=30)
     with refused("limit_exceeded", 62, 60):
         prepared("embed-sparse", ["a", "b"], top_k=31)
-    for top_k in (0, 51):
-        with refused("invalid_value", 1, 50, at="top_k"):
-            prepared("embed-sparse", "a", top_k=top_k)
     whole = limited(max_top_k=10**6, max_results=10**6)
-    assert prepared("embed-sparse", "a", whole, top_k=len(VOCABULARY))
-    with refused("invalid_value", at="top_k"):
-        prepared("embed-sparse", "a", whole, top_k=len(VOCABULARY) + 1)
+    prepared("embed-sparse", "a", whole, top_k=len(VOCABULARY))
+    for top_k, model, most in ((0, CONTEXT, 50), (51, CONTEXT, 50), (len(ID) + 1, whole, len(ID))):
+        with refused("invalid_value", 1, most, at="top_k"):
+            prepared("embed-sparse", "a", model, top_k=top_k)
 
 
 def test_words_of_texts_without_top_k_are_limited_by_their_number() -> None:
@@ -380,8 +369,8 @@ def test_details_are_the_ten_best_pairs_at_most() -> None:
     text = SimilarityInputs(source_sentence="a b c d e f g h i j k l", sentences=["a"])
     request = prepared("similarity", text, model, details=True)
     outputs = vectors([1, 0, 0, 0], [1, 0, 0, 0])
-    outputs[0]["token_embedding"] = ArrayResult(np.ones((14, 2), np.float32))
-    outputs[1]["token_embedding"] = ArrayResult(np.ones((3, 2), np.float32))
+    for output, count in zip(outputs, (14, 3), strict=True):
+        output["token_embedding"] = ArrayResult(np.ones((count, 2), np.float32))
     [result] = decoded("similarity", request, outputs, model)
     assert len(result.pairs) == 10
 

@@ -107,8 +107,6 @@ def test_other_labels_are_joined_as_before() -> None:
     labels = ("O", "B-PER", "I-PER", "E-MAIL", "S-BAHN")
     found = entities(labels, "B-PER I-PER E-MAIL E-MAIL")
     assert [(each.entity_group, each.word) for each in found] == [("PER", "a b"), ("MAIL", "c d")]
-    found = entities(BIO, "B-PER B-PER I-PER I-LOC")
-    assert [each.word for each in found] == ["a", "b c", "d"]
 
 
 def test_info_names_the_scheme(tmp_path: Path) -> None:

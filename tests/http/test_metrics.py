@@ -90,8 +90,10 @@ def test_numbers_are_what_happened(fresh: Server) -> None:
     assert grew("cloze_request_duration_seconds_count", route="/embed", **bert) == 2
     assert grew(requests, route="/embed", model="", version="", status="422") == 1
     assert grew(requests, route="/qa", model="bert-qa", version="1", status="200") == 1
-    filled = sum(grew("cloze_batches_total", filled=fill.value, **bert) for fill in BatchFill)
-    assert filled == grew("cloze_batch_tokens_count", **bert)
+    # A golden batch, which has no tokens of requests, may have run meanwhile.
+    filled = [fill.value for fill in BatchFill if fill is not BatchFill.CANARY]
+    batches = sum(grew("cloze_batches_total", filled=each, **bert) for each in filled)
+    assert batches == grew("cloze_batch_tokens_count", **bert)
     assert value(after, "cloze_queue_backlog_seconds", **bert) == 0
     assert value(after, "cloze_build_info", **build()._asdict()) == 1
     for part in ("tokenize", "queue", "inference"):

@@ -76,11 +76,7 @@ class ExpectedRequest:
 
 
 class Engine(FakeEngine):
-    """A fake engine that can stop the scheduler in the middle of a run.
-
-    Attributes:
-        during: called once, in the next run.
-    """
+    """A fake engine that calls `during` once, in the middle of its next run."""
 
     during: Callable[[], None] = staticmethod(lambda: None)
 

@@ -94,6 +94,7 @@ def test_a_product_is_exact_in_its_integers(
     np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-5, atol=1e-12)
 
 
+@settings(deadline=None)
 @given(
     rows=st.integers(1, 8),
     columns=st.integers(1, 8),
@@ -121,7 +122,7 @@ def tiny_int8(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, P
 def test_what_the_gate_measured_is_in_the_manifest(tiny_int8: Path) -> None:
     int8 = Store(tiny_int8).open("tiny").manifest.int8
     assert int8 is not None
-    assert int8.gate.limits == EXPORT_HEADS[EMBEDDING].limits
+    assert int8.gate.limits.items() <= EXPORT_HEADS[EMBEDDING].limits.items()
     assert int8.gate.measured.keys() == int8.gate.limits.keys()
 
 

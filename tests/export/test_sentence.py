@@ -89,33 +89,25 @@ def test_directories_of_older_versions(tmp_path: Path, mode: str) -> None:
     """Old class paths, one boolean a pooling mode, the encoder in a folder of its own, its limit in
     an odd file.
     """
-    new = saved(tmp_path, "bert-plain", Pooling(64, pooling_mode="mean"))
-    old = tmp_path / "old"
-    (old / "0_Transformer").mkdir(parents=True)
-    for file in new.iterdir():
-        if file.is_file() and file.name not in (
-            "modules.json",
-            "sentence_bert_config.json",
-            "config_sentence_transformers.json",
-        ):
-            shutil.copy(file, old / "0_Transformer")
-    (old / "0_Transformer" / "sentence_distilbert_config.json").write_text(
-        '{"max_seq_length": 24, "do_lower_case": false}'
-    )
+    new, old = saved(tmp_path, "bert-plain", Pooling(64, pooling_mode="mean")), tmp_path / "old"
+    ignored = shutil.ignore_patterns("1_Pooling", "modules.json", "*sentence*")
+    shutil.copytree(new, old / "0_Transformer", ignore=ignored)
     (old / "1_Pooling").mkdir()
-    flags = {
-        f"pooling_mode_{name}": name == mode
-        for name in ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens")
-    }
-    (old / "1_Pooling" / "config.json").write_text(
-        json.dumps({"word_embedding_dimension": 64} | flags)
-    )
+    modes = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens")
     modules = [("0_Transformer", "Transformer"), ("1_Pooling", "Pooling")]
-    listed = [
-        {"idx": n, "name": str(n), "path": p, "type": f"sentence_transformers.models.{t}"}
-        for n, (p, t) in enumerate(modules)
-    ]
-    (old / "modules.json").write_text(json.dumps(listed))
+    files = {
+        "0_Transformer/sentence_distilbert_config.json": {
+            "max_seq_length": 24, "do_lower_case": False,
+        },
+        "1_Pooling/config.json": {"word_embedding_dimension": 64}
+        | {f"pooling_mode_{name}": name == mode for name in modes},
+        "modules.json": [
+            {"idx": n, "name": str(n), "path": p, "type": f"sentence_transformers.models.{t}"}
+            for n, (p, t) in enumerate(modules)
+        ],
+    }  # fmt: skip
+    for name, content in files.items():
+        (old / name).write_text(json.dumps(content))
     recipe = read(old).recipe
     assert recipe is not None
     assert recipe.max_tokens == 24

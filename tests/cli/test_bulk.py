@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import BertForSequenceClassification
@@ -24,21 +23,12 @@ from cloze.bulk import text_files
 from cloze.bulk.parquet_files import ParquetReader
 from cloze.bulk.plan import FileFormat
 from cloze.bulk.text_files import ColumnTypes
-from cloze.cli import cli
 from cloze.export.publish import export
 from cloze.model_store import Store
 from tests.support import tiny
+from tests.support.bulk_runs import bulk, numbered, read, write
 from tests.support.serving import Server, bare_environment, running_server
 from tests.support.waiting import wait_until
-
-TEXTS = [
-    "the king",
-    "the old king was in the house",
-    "a moon over the sea",
-    "paris",
-    "walk and run",
-]
-Rows = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -54,46 +44,6 @@ def store(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]
     ):
         export(str(source), kind, Store(root))
     return root
-
-
-def bulk(store: Path, *arguments: object) -> Result:
-    """Run the command in this process."""
-    words = ["bulk", *map(str, arguments), "--model-store", str(store)]
-    result = CliRunner().invoke(cli, words, prog_name="cloze")
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
-
-
-def write(path: Path, rows: Rows) -> Path:
-    """Write rows in the format of the file's name."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
-    elif path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    else:
-        with path.open("w", newline="") as stream:
-            writer = csv.DictWriter(stream, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
-    return path
-
-
-def read(folder: Path) -> Rows:
-    """Return all rows of the results, in the order of the files."""
-    rows: Rows = []
-    for part in sorted(folder.glob("part-*")):
-        if part.suffix == ".parquet":
-            rows += pq.read_table(part).to_pylist()
-        else:
-            rows += [json.loads(line) for line in part.read_text().splitlines()]
-    return rows
-
-
-def numbered(count: int) -> Rows:
-    return [
-        {"id": i, "text": f"{TEXTS[i % len(TEXTS)]} {'water ' * (i % 13)}"} for i in range(count)
-    ]
 
 
 # ---- formats -------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from uv import find_uv_bin
 
-from tests.cli.test_bulk import bulk, numbered, read, write
+from tests.support.bulk_runs import bulk, numbered, read, write
 from tests.support.released_clients import install
 from tests.support.serving import bare_environment
 from tests.support.sources import python_path

@@ -16,12 +16,18 @@ from click.testing import Result
 
 from cloze import archives
 from cloze.model_store import Store
-from tests.export.test_hub import COMMIT, FakeHub, hub  # noqa: F401  # a fixture
 from tests.support.command import cloze, cloze_here
+from tests.support.fake_hub import COMMIT, FakeHub, running_hub
 from tests.support.object_store import ObjectStore, running_object_store
 from tests.support.serving import running_server
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def hub(checkpoints: dict[str, Path]) -> Iterator[FakeHub]:
+    with running_hub(checkpoints["bert"]) as hub:
+        yield hub
 
 
 @pytest.fixture
@@ -141,7 +147,7 @@ def test_a_folder_by_another_file_system_of_fsspec(bundle: Path, tmp_path: Path)
 
 
 def test_a_repository_is_fetched_once(
-    hub: FakeHub,  # noqa: F811
+    hub: FakeHub,
     tmp_path: Path,
 ) -> None:
     environment = {

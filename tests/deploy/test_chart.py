@@ -12,8 +12,7 @@ import pytest
 import yaml
 from kubernetes_validate import utils as kubernetes
 
-from tests.deploy.test_kubernetes import SCHEMAS, check_restricted, pod_of
-from tests.support.kustomize import Object, of_kind, rendered
+from tests.support.kustomize import SCHEMAS, Object, check_restricted, of_kind, pod_of, rendered
 
 pytestmark = pytest.mark.slow
 

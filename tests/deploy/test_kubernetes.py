@@ -19,7 +19,7 @@ from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.model_store.manifest import Manifest
 from cloze.service.server.process import _DRAIN_MARGIN_S
 from cloze.service.settings import ENV_PREFIX, load_settings
-from tests.support.kustomize import Object, of_kind, rendered
+from tests.support.kustomize import SCHEMAS, Object, check_restricted, of_kind, pod_of, rendered
 from tests.support.serving import Server, running_server
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +43,6 @@ COMBINATIONS = [
     *(("cpu", (scaling, *MANY)) for scaling in ("autoscaling", "keda")),
     *((overlay, components) for overlay in OVERLAYS[1:] for components in ((), MANY)),
 ]
-SCHEMAS = {file.stem: json.loads(file.read_text()) for file in (ROOT / "tests/schemas").iterdir()}
 
 # The first version that has the sleep of preStop without a feature gate, and the newest known.
 VERSIONS = ("1.30", kubernetes.latest_version())
@@ -60,35 +59,6 @@ def renders(tmp_path_factory: pytest.TempPathFactory) -> Renders:
         (overlay, components): rendered(root, overlay, components)
         for overlay, components in COMBINATIONS
     }
-
-
-def pod_of(objects: list[Object]) -> Object:
-    spec: Object = of_kind(objects, "Deployment")["spec"]["template"]["spec"]
-    return spec
-
-
-VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "image"}
-VOLUMES |= {"persistentVolumeClaim", "projected", "secret"}
-
-
-def check_restricted(pod: Object) -> None:
-    """Check the specification of a pod against the profile restricted of Pod Security."""
-    context = pod.get("securityContext", {})
-    for container in (*pod["containers"], *pod.get("initContainers", ())):
-        own = container.get("securityContext", {})
-        assert own["allowPrivilegeEscalation"] is False
-        assert "ALL" in own["capabilities"]["drop"]
-        assert set(own["capabilities"].get("add", ())) <= {"NET_BIND_SERVICE"}
-        assert not own.get("privileged", False)
-        assert own.get("runAsNonRoot", context.get("runAsNonRoot")) is True
-        # Without it, the kubelet refuses an image whose user has a name.
-        assert own.get("runAsUser", context.get("runAsUser")) > 0
-        seccomp = own.get("seccompProfile", context.get("seccompProfile"))
-        assert seccomp["type"] in ("RuntimeDefault", "Localhost")
-        assert not any("hostPort" in port for port in container.get("ports", ()))
-    assert not any(pod.get(field) for field in ("hostNetwork", "hostPID", "hostIPC"))
-    for volume in pod.get("volumes", ()):
-        assert volume.keys() - {"name"} <= VOLUMES
 
 
 def test_every_pod_passes_pod_security_restricted(

@@ -8,7 +8,6 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.http.test_answers import assert_alike
 from tests.support.serving import Server
 
 ROOT = Path(__file__).parents[2]
@@ -16,6 +15,23 @@ TEXT = "".join((ROOT / page).read_text() for page in ("README.md", "docs/start.m
 EXAMPLES = re.findall(
     r"^    curl localhost:8000(/\S+) -d '(.*)'\n\n((?:    .*\n)+)", TEXT, re.MULTILINE
 )
+
+
+def assert_alike(actual: Any, expected: Any) -> None:
+    """Equal in shape, order, texts and ids; numbers to 1e-4."""
+    if isinstance(expected, list):
+        assert isinstance(actual, list)
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected, strict=True):
+            assert_alike(one, other)
+    elif isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        for key in expected:
+            assert_alike(actual[key], expected[key])
+    elif isinstance(expected, float):
+        assert actual == pytest.approx(expected, abs=1e-4)
+    else:
+        assert actual == expected
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ import pytest
 from cloze.model_store.heads import ArrayResult
 from cloze.service.tasks.qa import QaPair
 from cloze.service.tasks.task import TaskContext
+from tests.support.task_model import decoded, prepared
 from tests.support.tokenizer_references import KINDS, lines, served
-from tests.unit.service.tasks.model import decoded, prepared
 
 
 def check_ids(kind: str, folder: Path, count: int) -> None:

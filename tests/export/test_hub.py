@@ -4,29 +4,20 @@ huggingface_hub uses.
 
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from cloze.model_store import Store
-from tests.support.fake_hub import COMMIT, FakeHub
+from tests.support.fake_hub import COMMIT, FakeHub, running_hub
 from tests.support.serving import bare_environment
 
 
 @pytest.fixture
-def hub(checkpoints: dict[str, Path], tmp_path: Path) -> Iterator[FakeHub]:
-    with FakeHub(checkpoints["bert"]) as hub:
-        hub.files["README.md"] = b"---\nlicense: apache-2.0\n---\n"
-        hub.files["pytorch_model.bin"] = b"must not be downloaded: there is a safer form"
-        hub.files["tf_model.h5"] = b"neither"
-        hub.files["adapter_model.safetensors"] = b"nor this"
-        thread = threading.Thread(target=hub.serve_forever)
-        thread.start()
+def hub(checkpoints: dict[str, Path]) -> Iterator[FakeHub]:
+    with running_hub(checkpoints["bert"]) as hub:
         yield hub
-        hub.shutdown()
-        thread.join()
 
 
 def export(

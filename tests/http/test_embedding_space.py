@@ -27,7 +27,7 @@ from tests.support.refusals import error_of
 from tests.support.released_clients import run
 from tests.support.sentence_folders import saved
 from tests.support.serving import Server, running_server
-from tests.unit.service.tasks.model import manifest
+from tests.support.task_model import manifest
 
 PROMPTS = {"query": "ask : ", "passage": "the : "}
 HEADER, EXPECTED = "x-embedding-space", "x-expect-embedding-space"

@@ -190,9 +190,8 @@ def test_the_server_speaks_tls(tiny_store: Path, certificate: Certificate) -> No
         trusting = ssl.create_default_context(cafile=public)
         with httpx.Client(verify=trusting) as client:
             assert client.post(f"{server.url}/embed", json=BODY).status_code == 200
-            [end] = re.findall(
-                r"end_timestamp_seconds (\S+)", client.get(f"{server.url}/metrics").text
-            )
+            metrics = client.get(f"{server.url}/metrics").text
+            [end] = re.findall(r"^cloze_certificate_end_timestamp_seconds (\S+)", metrics, re.M)
             assert 86_400 < float(end) - time.time() < 2 * 86_400 + 1
             plain = server.url.replace("https", "http")
             with pytest.raises(httpx.TransportError):

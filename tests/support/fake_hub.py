@@ -2,6 +2,9 @@
 
 import hashlib
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -64,3 +67,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         pass
+
+
+@contextmanager
+def running_hub(checkpoint: Path) -> Iterator[FakeHub]:
+    """Serve a checkpoint and files that must not be downloaded."""
+    with FakeHub(checkpoint) as hub:
+        hub.files["README.md"] = b"---\nlicense: apache-2.0\n---\n"
+        hub.files["pytorch_model.bin"] = b"must not be downloaded: there is a safer form"
+        hub.files["tf_model.h5"] = b"neither"
+        hub.files["adapter_model.safetensors"] = b"nor this"
+        thread = threading.Thread(target=hub.serve_forever)
+        thread.start()
+        yield hub
+        hub.shutdown()
+        thread.join()

@@ -1,5 +1,6 @@
 """Overlays of k8s/ with components, rendered by kubectl."""
 
+import json
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ import yaml
 ROOT = Path(__file__).parents[2]
 
 Object = dict[str, Any]
+
+SCHEMAS = {file.stem: json.loads(file.read_text()) for file in (ROOT / "tests/schemas").iterdir()}
 
 
 def rendered(folder: Path, overlay: str, components: Sequence[str]) -> list[Object]:
@@ -40,3 +43,34 @@ def of_kind(objects: list[Object], kind: str) -> Object:
     """Return the only object of a kind."""
     (found,) = [each for each in objects if each["kind"] == kind]
     return found
+
+
+def pod_of(objects: list[Object]) -> Object:
+    spec: Object = of_kind(objects, "Deployment")["spec"]["template"]["spec"]
+    return spec
+
+
+VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "image"}
+
+
+VOLUMES |= {"persistentVolumeClaim", "projected", "secret"}
+
+
+def check_restricted(pod: Object) -> None:
+    """Check the specification of a pod against the profile restricted of Pod Security."""
+    context = pod.get("securityContext", {})
+    for container in (*pod["containers"], *pod.get("initContainers", ())):
+        own = container.get("securityContext", {})
+        assert own["allowPrivilegeEscalation"] is False
+        assert "ALL" in own["capabilities"]["drop"]
+        assert set(own["capabilities"].get("add", ())) <= {"NET_BIND_SERVICE"}
+        assert not own.get("privileged", False)
+        assert own.get("runAsNonRoot", context.get("runAsNonRoot")) is True
+        # Without it, the kubelet refuses an image whose user has a name.
+        assert own.get("runAsUser", context.get("runAsUser")) > 0
+        seccomp = own.get("seccompProfile", context.get("seccompProfile"))
+        assert seccomp["type"] in ("RuntimeDefault", "Localhost")
+        assert not any("hostPort" in port for port in container.get("ports", ()))
+    assert not any(pod.get(field) for field in ("hostNetwork", "hostPID", "hostIPC"))
+    for volume in pod.get("volumes", ()):
+        assert volume.keys() - {"name"} <= VOLUMES

@@ -29,6 +29,7 @@ from cloze.export.load.tokenizer import load_tokenizer
 from cloze.model_store import Bundle
 from cloze.service.tasks.task import TaskContext
 from cloze.service.text import tokenizer as service_tokenizer
+from tests.support.task_model import LIMITS, manifest
 from tests.support.tokenizer_kinds import (
     byte_level,
     byte_level_with_brackets,
@@ -38,7 +39,6 @@ from tests.support.tokenizer_kinds import (
     unigram,
     wordpiece,
 )
-from tests.unit.service.tasks.model import LIMITS, manifest
 
 MODELS = Path(__file__).parents[1] / "sentencepiece"
 

@@ -27,8 +27,23 @@ from cloze.service.engine.session import DeviceSession, Session, cpu_session
 from cloze.service.errors import StartupError
 from cloze.service.service import single_process
 from cloze.service.settings import load_settings
+from tests.conftest import has_gpu
 from tests.support import encodings
 from tests.support.faulty import numbers
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(False, id="reference"),
+        pytest.param(True, id="cuda", marks=pytest.mark.gpu),
+    ],
+)
+def on_cuda(request: pytest.FixtureRequest) -> bool:
+    """Return whether CUDA's kernels run packed graphs; if not, their reference runs them."""
+    if request.param and not has_gpu():
+        pytest.skip("no GPU: its driver (libcuda.so.1) is not there or finds none")
+    return bool(request.param)
 
 
 class Packed(OnnxEngine):

@@ -12,7 +12,7 @@ from cloze.model_store.embedding_space import (
     own_recipes,
     tokens_recipe,
 )
-from tests.unit.service.tasks.model import manifest
+from tests.support.task_model import manifest
 
 TOKENS_ONLY = {"tasks": ("embed-all",), "embedding": None, "heads": {}}
 

@@ -22,7 +22,7 @@ from cloze.model_store.graph_checks import (
 from cloze.model_store.layouts import Layout
 from cloze.model_store.onnx_file import DeclaredTensor, DeclaredWeight, OnnxGraph, parse_onnx
 from cloze.model_store.protobuf import Field, Message, Wire
-from tests.unit.service.tasks.model import VOCABULARY, manifest
+from tests.support.task_model import VOCABULARY, manifest
 
 # ---- the wire format ---------------------------------------------------------------------------
 

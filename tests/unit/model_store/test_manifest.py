@@ -10,7 +10,7 @@ import pytest
 from cloze.model_store import limits
 from cloze.model_store.manifest import Manifest, Precision, parse_reference, seal
 from cloze.model_store.tensors import POSITION_TABLE, WORD_TABLE
-from tests.unit.service.tasks.model import LABELS, manifest
+from tests.support.task_model import LABELS, manifest
 
 FIELDS: Mapping[str, Any] = manifest().model_dump(mode="json")
 STORED = {"size": 1, "sha256": "0" * 64}

@@ -17,7 +17,7 @@ import pytest
 
 from cloze.model_store import Manifest, Store, StoreError
 from cloze.model_store.manifest import BundleSpec
-from tests.unit.service.tasks.model import manifest
+from tests.support.task_model import manifest
 
 FIELDS = manifest().model_dump(mode="json")
 SPEC = BundleSpec.model_validate({name: FIELDS[name] for name in BundleSpec.model_fields})

@@ -11,7 +11,7 @@ import pytest
 
 from cloze.model_store import Store, StoreError, installation
 from cloze.model_store.installation import install_command
-from tests.unit.service.tasks.model import manifest
+from tests.support.task_model import manifest
 
 CONTENT = {"tokenizer.json": b"t", "g.onnx": b"gg", "golden.json": b"[]"}
 

@@ -18,7 +18,7 @@ from cloze.bulk.tasks import BULK_TASKS
 from cloze.bulk.work import Progress, _open_pipeline
 from cloze.service.settings import Settings
 from tests.support.crafted import read_body, seal
-from tests.unit.service.tasks.model import bundle, manifest
+from tests.support.task_model import bundle, manifest
 
 
 def stored(root: Path, name: str, *tasks: str, version: int = 1, year: int = 2026) -> None:

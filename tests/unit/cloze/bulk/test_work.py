@@ -23,7 +23,7 @@ from cloze.service.models.pipeline import Pipeline, task_limits
 from cloze.service.models.served_models import LocalModels, ServedModel
 from cloze.service.settings import Settings
 from tests.support.fake_engine import FakeEngine
-from tests.unit.service.tasks.model import CLS, ID, SEP, bundle
+from tests.support.task_model import CLS, ID, SEP, bundle
 
 Rows = list[dict[str, Any]]
 SETTINGS = Settings(max_batch_tokens=1000, max_queue_wait_ms=60_000)

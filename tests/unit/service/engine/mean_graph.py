@@ -9,7 +9,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from tests.unit.service.tasks.model import VOCABULARY, manifest
+from tests.support.task_model import VOCABULARY, manifest
 
 TABLE = np.random.default_rng(0).uniform(-0.5, 0.5, (len(VOCABULARY), 4)).astype(np.float32)
 

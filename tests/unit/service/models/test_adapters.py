@@ -24,8 +24,8 @@ from cloze.service.models import adapters
 from cloze.service.models.adapters import AdapterBundle, AdapterQueue
 from tests.support.encodings import encoding, submit
 from tests.support.fake_engine import FakeEngine
+from tests.support.task_model import bundle
 from tests.support.waiting import wait_until
-from tests.unit.service.tasks.model import bundle
 
 HIDDEN = 4
 LIMITS = SchedulerLimits(workers=1, max_batch_tokens=20, max_queue_tokens=100, stall_timeout_s=8.0)

@@ -13,7 +13,7 @@ from cloze.service.core import ServedRequest
 from cloze.service.errors import EngineFailed
 from cloze.service.models.pipeline import run_anywhere
 from cloze.service.tasks import embed
-from tests.unit.service.protocols.service import Service
+from tests.support.route_service import Service
 
 pytestmark = pytest.mark.anyio
 

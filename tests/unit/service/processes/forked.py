@@ -15,8 +15,8 @@ from cloze.model_store import Store
 from cloze.model_store.manifest import BundleSpec
 from cloze.service.errors import StartupError
 from cloze.service.observe.logs import WRITER
+from tests.support import task_model as model
 from tests.support.waiting import wait_until
-from tests.unit.service.tasks import model
 
 CHILD = """
 import json, os, signal, sys, time

@@ -30,9 +30,9 @@ from cloze.service.settings import Settings
 from tests.support import encodings
 from tests.support.encodings import submit
 from tests.support.fake_engine import FakeEngine
+from tests.support.task_model import manifest
 from tests.unit.service.processes.forked import Fork, forked, publish
 from tests.unit.service.processes.wire import Wire
-from tests.unit.service.tasks.model import manifest
 
 pytestmark = pytest.mark.anyio
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.service.protocols.service import Service
+from tests.support.route_service import Service
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from cloze.service.http.keys import Keys
 from cloze.service.http.record import Callers
 from cloze.service.protocols import operations
 from cloze.service.tasks import TASKS
-from tests.unit.service.protocols.service import Service, State
+from tests.support.route_service import Service, State
 
 CODES = {
     "dead": "engine_dead",

@@ -19,7 +19,7 @@ from cloze.service.http.routes import RAW
 from cloze.service.protocols import protocol
 from cloze.service.tasks import TASKS
 from tests.support.refusals import error_of
-from tests.unit.service.protocols.service import OneLabel, Service
+from tests.support.route_service import OneLabel, Service
 
 CLASSES = {
     "sequence_classification": {"labels": ["a", "b", "c", "d"], "problem_type": "regression"}

@@ -13,7 +13,7 @@ from cloze.service.tasks.answer_spans import QaOptions, Question, SpanMemory, be
 from cloze.service.tasks.patterns import find
 from cloze.service.tasks.token_ids import DECODE, TOKENIZE, DecodeParameters, TokenizeParameters
 from cloze.service.threads import run_on_thread
-from tests.unit.service.tasks.model import CONTEXT, ids
+from tests.support.task_model import CONTEXT, ids
 
 READY = TOKENIZE.prepare("the door", TokenizeParameters(), CONTEXT)
 DECODING = DECODE.prepare(ids("the door"), DecodeParameters(), CONTEXT)

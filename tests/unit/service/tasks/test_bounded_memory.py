@@ -14,7 +14,7 @@ from cloze.service.tasks.qa import QaPair
 from cloze.service.tasks.task import TaskContext
 from cloze.service.text.tokenizer import Tokenizer
 from tests.support.refusals import refused
-from tests.unit.service.tasks.model import limited, manifest, prepared
+from tests.support.task_model import limited, manifest, prepared
 
 MB = 1_000_000
 MOST_MB, MOST_PER_BYTE = 6, 16

@@ -11,7 +11,7 @@ from cloze.model_store.heads.sparse_embedding import SparseEmbeddingResult
 from cloze.service.tasks.similarity import SimilarityInputs, TokenPair
 from cloze.service.tasks.task import TextUsage
 from tests.support.refusals import refused
-from tests.unit.service.tasks.model import (
+from tests.support.task_model import (
     CLS,
     CONTEXT,
     ID,

@@ -13,7 +13,7 @@ from cloze.model_store.heads import ArrayResult
 from cloze.service.tasks.task import TaskContext
 from cloze.service.text.tokenizer import Tokenizer
 from tests.support.refusals import refused
-from tests.unit.service.tasks.model import CONTEXT, LIMITS, decoded, limited, manifest, prepared
+from tests.support.task_model import CONTEXT, LIMITS, decoded, limited, manifest, prepared
 
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PIECES += ["\u2581the", "\u2581red", "s", "\u2581door", "-", "a", "\u2581a"]

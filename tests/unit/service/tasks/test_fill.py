@@ -9,7 +9,7 @@ import pytest
 from cloze.model_store.heads.masked_lm import MaskedLMResult
 from cloze.service.tasks.task import TextUsage
 from tests.support.refusals import refused
-from tests.unit.service.tasks.model import (
+from tests.support.task_model import (
     CONTEXT,
     ID,
     VOCABULARY,

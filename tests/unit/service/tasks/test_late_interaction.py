@@ -11,7 +11,7 @@ from cloze.model_store.heads.multi_vector import LateInteraction
 from cloze.service.tasks import late_interaction, rerank
 from cloze.service.tasks.task import PreparedRequest, TaskContext
 from tests.support.refusals import refused
-from tests.unit.service.tasks.model import ID, MASK, context, decoded, ids, prepared, tokens
+from tests.support.task_model import ID, MASK, context, decoded, ids, prepared, tokens
 
 OPTIONS: dict[str, Any] = {
     "dimensions": 2,

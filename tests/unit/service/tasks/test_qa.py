@@ -11,7 +11,7 @@ from cloze.service.tasks import TASKS
 from cloze.service.tasks.qa import QaPair
 from cloze.service.tasks.task import TextUsage
 from tests.support.refusals import refused
-from tests.unit.service.tasks.model import (
+from tests.support.task_model import (
     context,
     decoded,
     limited,

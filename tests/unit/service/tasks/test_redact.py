@@ -13,7 +13,7 @@ from cloze.service.tasks import patterns
 from cloze.service.tasks.patterns import Pattern, find
 from cloze.service.tasks.redact import Redaction
 from tests.support.refusals import refused
-from tests.unit.service.tasks.model import LABELS, context, decoded, prepared
+from tests.support.task_model import LABELS, context, decoded, prepared
 
 OUTSIDE, PER, I_PER, LOC = range(len(LABELS))
 

@@ -14,7 +14,7 @@ from cloze.service.tasks.similarity import SimilarityInputs
 from cloze.service.tasks.task import TextUsage
 from cloze.service.tasks.text_classification import TextPair
 from tests.support.refusals import refused
-from tests.unit.service.tasks.model import (
+from tests.support.task_model import (
     ID,
     context,
     decoded,

@@ -9,7 +9,7 @@ from cloze.model_store.heads import ArrayResult
 from cloze.service.tasks import rerank
 from cloze.service.tasks.task import PreparedRequest, TaskContext
 from tests.support.refusals import refused
-from tests.unit.service.tasks.model import CONTEXT, LABELS, context, tokens, types
+from tests.support.task_model import CONTEXT, LABELS, context, tokens, types
 
 
 def ranker(*labels: str, **options: Any) -> dict[str, Any]:

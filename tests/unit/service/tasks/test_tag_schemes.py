@@ -9,8 +9,8 @@ import pytest
 from cloze.model_store.heads import ArrayResult
 from cloze.model_store.heads.token_classification import as_iob2, tag_scheme
 from cloze.service.tasks.task import TaskContext
-from tests.unit.service.protocols.service import Service
-from tests.unit.service.tasks.model import context, decoded, prepared
+from tests.support.route_service import Service
+from tests.support.task_model import context, decoded, prepared
 
 BIOES = ("O", "B-PER", "I-PER", "E-PER", "S-PER", "B-LOC", "I-LOC", "E-LOC", "S-LOC")
 BILOU = tuple(label.replace("E-", "L-").replace("S-", "U-") for label in BIOES)

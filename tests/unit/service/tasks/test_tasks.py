@@ -9,7 +9,7 @@ from cloze.service.tasks import TASKS, rerank, token_ids
 from cloze.service.tasks.nsp import Candidates, Pair
 from cloze.service.tasks.similarity import SimilarityInputs
 from cloze.service.tasks.task import Task, TaskLimits
-from tests.unit.service.tasks.model import context
+from tests.support.task_model import context
 
 LABELLED = {"labels": ["a", "b", "c"], "problem_type": "single_label_classification"}
 INFERENCE = {"name": "inference", **LABELLED}

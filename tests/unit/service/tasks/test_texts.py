@@ -6,7 +6,7 @@ from cloze.service.tasks.task import INPUTS
 from cloze.service.tasks.texts import TruncationParameters
 from cloze.service.tasks.wire import check_range
 from tests.support.refusals import refused
-from tests.unit.service.tasks.model import LIMITS
+from tests.support.task_model import LIMITS
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from cloze.service.tasks import token_ids
 from cloze.service.tasks.task import PreparedRequest, TaskContext
 from cloze.service.tasks.token_ids import DECODE, TOKENIZE, Token
 from tests.support.refusals import refused
-from tests.unit.service.tasks.model import CLS, CONTEXT, ID, SEP, UNK, VOCABULARY, ids, limited
+from tests.support.task_model import CLS, CONTEXT, ID, SEP, UNK, VOCABULARY, ids, limited
 
 
 def tokenized(inputs: Any, model: TaskContext = CONTEXT, **parameters: Any) -> PreparedRequest[Any]:

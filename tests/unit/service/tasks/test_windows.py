@@ -15,7 +15,7 @@ from cloze.service.tasks.texts import (
     centred,
 )
 from tests.support.refusals import refused
-from tests.unit.service.tasks.model import CONTEXT, context, limited, manifest
+from tests.support.task_model import CONTEXT, context, limited, manifest
 
 WIDE = limited(max_request_tokens=10_000)
 

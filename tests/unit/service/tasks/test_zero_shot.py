@@ -9,7 +9,7 @@ import pytest
 from cloze.model_store.heads import ArrayResult
 from cloze.service.tasks.task import PreparedRequest, TaskContext
 from tests.support.refusals import refused
-from tests.unit.service.tasks.model import LABELS, LIMITS, context, decoded, prepared, tokens
+from tests.support.task_model import LABELS, LIMITS, context, decoded, prepared, tokens
 
 INFERENCES = {
     "sequence_classification": {

@@ -36,7 +36,7 @@ from cloze.service.models.served_models import ServedModel
 from cloze.service.observe.metrics import Metrics
 from cloze.service.protocols import PROTOCOLS, ProtocolContext, error_response
 from cloze.service.tasks import TASKS, Task, TaskLimits
-from tests.unit.service.tasks.model import ID, bundle
+from tests.support.task_model import ID, bundle
 
 LIMITS = TaskLimits(
     max_tokens=12,

@@ -3,6 +3,7 @@
 import hashlib
 import http.client
 import os
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -113,6 +114,8 @@ def _reading(url: str) -> Iterator[None]:
             f"the connection ended after {len(error.partial)} bytes of a part"
         ) from None
     except Exception as error:  # fsspec passes on the errors of every store's own library
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()  # it is the response, too
         secret = urlsplit(url).query
         reason = first_line(error).replace(url, "the address")
         reason = reason.replace(secret, "...") if secret else reason

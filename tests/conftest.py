@@ -33,7 +33,7 @@ DATA_FOLDER = os.environ.get(DATA_VARIABLE)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--fuzz-seconds", type=float, default=45.0, help="time of the slow fuzz tests, per target"
+        "--fuzz-seconds", type=float, default=20.0, help="time of the slow fuzz tests, per target"
     )
 
 

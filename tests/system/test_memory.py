@@ -88,8 +88,10 @@ PATIENCE_S = 3000
 
 @pytest.mark.timeout(PATIENCE_S)
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [(), ("--frontends", "1")], ids=["one-process", "front-end"])
-@pytest.mark.parametrize("name", LARGEST)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [*[(name, ()) for name in LARGEST], ("480 masks with 68 predictions", ("--frontends", "1"))],
+)
 def test_the_largest_requests_at_once_stay_under_the_documented_memory(
     name: str, mode: tuple[str, ...]
 ) -> None:

@@ -266,6 +266,8 @@ def test_no_link_leads_out_of_a_checkpoint(
 def test_a_license_that_is_not_one_name_is_not_guessed(folder: Path, front: str) -> None:
     (folder / "README.md").write_bytes(f"---\n{front}\n---\n".encode() + b"\xff")
     assert load_checkpoint(str(folder)).license is None
+    (folder / "README.md").write_text("---\nlicense: mit\n---\nlicense: none\n")
+    assert load_checkpoint(str(folder)).license == "mit"
 
 
 # ---- damage --------------------------------------------------------------------------------------------------------

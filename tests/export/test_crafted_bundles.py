@@ -214,9 +214,6 @@ def test_a_manifest_that_is_no_manifest_is_refused(
     assert_one_line(refusal(tmp_path), message, start="the manifest of bert@1")
 
 
-# ---- any value of a manifest ---------------------------------------------------------------------
-
-
 # ---- processes -----------------------------------------------------------------------------------
 
 

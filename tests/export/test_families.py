@@ -3,7 +3,9 @@
 `tests/unit/export/families` compares all families and heads with transformers.
 """
 
+import ast
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,13 @@ from tokenizers import Tokenizer
 from transformers import RobertaTokenizer
 
 from cloze.export.errors import ExportError
+from cloze.export.families import FAMILIES
 from cloze.export.load.tokenizer import load_tokenizer
 from cloze.export.publish import export
 from cloze.model_store import Store
 from tests.support.family_checkpoints import save, theirs
 from tests.support.serving import Server, running_server
+from tests.support.sources import file_of, name_of
 from tests.support.tokenizer_kinds import byte_level
 
 TEXTS = ["The harbour was quiet.", "A café\u0301 - in  Zürich, isn't it?", "🙂 pay"]
@@ -119,3 +123,41 @@ def test_merges_of_another_class_are_refused(kind: str | None, tmp_path: Path) -
     message = f"is a {kind}, which vocab.json" if kind else "nothing says which class"
     with pytest.raises(ExportError, match=message):
         load_tokenizer(tmp_path)
+
+
+NO_FAMILY = re.compile(
+    r"Bert(Normalizer|(Pre|WordPiece)Tokenizer)|RobertaProcessing"  # of the tokenizers library
+    r"|sentence_[a-z-]+_config\.json|[Cc]ol(BERT|bert)|sbert_ce"  # files of sentence-transformers
+    r"|cloze-bert|cloze-distilbert|SpanBERT|the BERT paper"  # bundles of the project, citations
+    r"|SIGTERM|LongText"  # words that hold the three letters of a family by chance
+)
+
+
+def words_of(file: Path) -> Iterator[str]:
+    """Yield each name and each string of a source file, but not docstrings."""
+    nodes = [*ast.walk(ast.parse(file.read_text()))]
+    prose = {node.value for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        for field in ("value", "id", "attr", "name", "arg", "module"):
+            if isinstance(word := getattr(node, field, None), str) and node not in prose:
+                yield word
+
+
+def places(without: tuple[str, ...], pattern: str) -> list[str]:
+    """Return where what serves and exports models matches; training uses transformers' classes."""
+    return [
+        f"{name}: {word}"
+        for package in ("export", "model_store", "service")
+        for file in sorted(file_of(package).rglob("*.py"))
+        if not (name := name_of(file)).startswith(("export/train/", *without))
+        for word in words_of(file)
+        if re.search(pattern, NO_FAMILY.sub("", word), re.IGNORECASE)
+    ]
+
+
+def test_only_families_name_families() -> None:
+    """A name of a family elsewhere, or its mark of words, is a place that a new one would miss."""
+    stems = {"bert", *FAMILIES, *(family.class_prefix.lower() for family in FAMILIES.values())}
+    assert places((), "|".join(stems)), "families themselves are found"
+    assert not places(("export/families/",), "|".join(stems))
+    assert not places(("export/load/tokenizer", "export/measure/masking.py"), r"##(?! )|Ġ|▁")

@@ -104,6 +104,18 @@ def test_prompts_of_one_batch_are_left_out_one_by_one(bundle: Bundle) -> None:
         )
 
 
+def test_the_prompt_of_each_window_is_left_out(bundle: Bundle) -> None:
+    tokenizer = Tokenizer(bundle)
+    context = TaskContext(bundle.manifest, tokenizer, LIMITS)
+    [prompt] = tokenizer.ids([PROMPTS["query"]])
+    for options in ({"truncation_direction": "left"}, {"long_text": "window"}):
+        asked = EmbedParameters(prompt_name="query", **options)
+        encodings = TASK.prepare("who walked " * 30, asked, context).encodings
+        firsts = {encoding.requests["embedding"].first for encoding in encodings}  # type: ignore[attr-defined]
+        assert firsts == {1 + len(prompt)}
+    assert len(encodings) > 1
+
+
 def test_requests_that_pool_prompts_are_refused(server: Server) -> None:
     refused = httpx.post(
         server.url + "/embed", json={"inputs": "who", "prompt_name": "query", "pooling": "max"}

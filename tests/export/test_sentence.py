@@ -198,6 +198,25 @@ def test_every_activation_of_a_dense_layer_has_its_operator(name: str, tmp_path:
     np.testing.assert_allclose(step(x).detach(), expected, atol=1e-6)
 
 
+def test_defaults_are_those_of_sentence_transformers(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "bert-plain", Pooling(64, pooling_mode="cls"), Dense(64, 8))
+    (folder / "1_Pooling/config.json").write_text('{"word_embedding_dimension": 64}')
+    edit(folder, "2_Dense/config.json", activation_function="my_package.Special")
+    edit(folder, "sentence_bert_config.json", do_lower_case=True)
+    edit(folder, "1_Pooling/config.json", include_prompt=False)
+    edit(folder, "config_sentence_transformers.json", prompts={"query": "", "document": ""})
+    recipe = read(folder).recipe
+    assert recipe is not None
+    [step] = recipe.steps
+    assert isinstance(step, Projection)
+    assert (recipe.poolings, step.activation) == (("mean",), "Tanh"), "a class outside of torch"
+    assert recipe.include_prompt, "there is none to leave out"
+    assert read(folder).of_encoder.lowercase
+    edit(folder, "sentence_bert_config.json", tokenizer_name_or_path="x/y")
+    with pytest.raises(ExportError, match="tokenizer_name_or_path 'x/y' is not supported"):
+        read(folder)
+
+
 def test_a_packed_graph_of_joined_poolings_is_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path, "bert-plain", Pooling(64, pooling_mode=("cls", "mean")))
     options = ExportOptions(precisions=(Precision.FP16,))

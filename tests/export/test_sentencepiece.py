@@ -53,6 +53,27 @@ def test_ids_are_those_of_sentencepiece(tmp_path: Path) -> None:
     assert "sentencepiece.bpe.model" in note
 
 
+def test_a_mask_takes_the_space_before_it(tmp_path: Path) -> None:
+    loaded = load_tokenizer(folder_with(tmp_path, "unigram", "sentencepiece.bpe.model", LIKE_XLMR))
+    ids = pieces(loaded, "The <mask> was quiet.")
+    without = pieces(loaded, "The"), pieces(loaded, "was quiet.")
+    assert ids == [*without[0], loaded.mask_id, *without[1]]
+    encoding = loaded.tokenizer.encode("The <mask> was quiet.", add_special_tokens=False)
+    assert encoding.offsets[encoding.ids.index(loaded.mask_id or 0)] == (3, 10)
+
+
+def test_rows_of_camembert_begin_with_tokens_that_are_not_used(tmp_path: Path) -> None:
+    folder_with(tmp_path, "unigram", "sentencepiece.bpe.model", {})
+    (tmp_path / "config.json").write_text('{"model_type": "camembert"}')
+    loaded = load_tokenizer(tmp_path)
+    for case in REFERENCE["unigram"]:
+        rows = [number + 4 if number else 3 for number in case["ids"]]
+        assert pieces(loaded, case["text"]) == rows, case["text"]
+    assert (loaded.special.cls, loaded.special.sep) == (5, 6)  # the model's own <s> and </s>
+    assert (loaded.special.separators, loaded.special.second_type) == (2, 0)
+    assert loaded.mask_id == loaded.size - 1
+
+
 def test_albert_lower_cases_unless_its_settings_say_no(tmp_path: Path) -> None:
     folder_with(tmp_path, "brackets", "spiece.model", {})
     (tmp_path / "config.json").write_text('{"model_type": "albert"}')

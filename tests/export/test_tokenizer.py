@@ -5,17 +5,20 @@
 import json
 import lzma
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import normalizers, processors
 from transformers import AutoTokenizer, BertTokenizerFast, MPNetTokenizer
 
 from cloze.export.errors import ExportError
 from cloze.export.load.tokenizer import describe_tokenizer, load_tokenizer, lower_cased
-from cloze.model_store import Store
+from cloze.model_store import Bundle, Store
 from cloze.service.text.tokenizer import Tokenizer
 from tests.support.tokenizer_kinds import unigram, wordpiece
 from tests.support.tokenizer_references import entry
@@ -230,6 +233,17 @@ def test_listed_tokens_of_the_vocabulary_are_found_in_texts_as_in_transformers(
         assert ours.offsets == theirs["offset_mapping"], text
 
 
+def test_settings_of_a_vocabulary_are_those_of_transformers(tmp_path: Path) -> None:
+    pieces = [*vocabulary(), "北京", "北", "京", "café", "cafe"]
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n")
+    for change in ({"tokenize_chinese_chars": False}, {"strip_accents": False}):
+        settings = {"do_lower_case": True} | change
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        theirs = BertTokenizerFast(str(tmp_path / "vocab.txt"), **settings)
+        expected = theirs("北京 the café")["input_ids"]
+        assert load_tokenizer(tmp_path).tokenizer.encode("北京 the café").ids == expected
+
+
 WORDS = {"type": "WordLevel", "vocab": {}, "unk_token": "a"}
 WRONG: list[tuple[dict[str, str | bytes], str]] = [
     ({}, "no tokenizer"),
@@ -268,6 +282,59 @@ def test_a_wrong_tokenizer_gets_one_clear_line(
 @pytest.fixture(scope="module")
 def tokenizer(tiny_store: Path) -> Tokenizer:
     return Tokenizer(Store(tiny_store).open("bert"))
+
+
+def test_equal_files_have_one_vocabulary_in_memory(tiny_store: Path, tmp_path: Path) -> None:
+    bundle = Store(tiny_store).open("bert")
+    copy = Path(shutil.copytree(bundle.path, tmp_path / "copy"))
+    first, second = Tokenizer(bundle), Tokenizer(Bundle(bundle.manifest, copy))
+    assert second._backend is first._backend
+    with (copy / bundle.manifest.tokenizer.file).open("a") as file:
+        file.write("\n")
+    third = Tokenizer(Bundle(bundle.manifest, copy))
+    assert third._backend is not first._backend, "only the bytes decide"
+    unused = weakref.ref(third._vocabulary)
+    del third
+    assert unused() is None, "a reload frees it"
+
+
+_PARTS = ("the", "king", "Kings", "red", "x" * 40, "a1b", "[MASK]", "]", "Ünï", "机", "e\u0301", "\t",
+          "\n", "\u00a0", "\x1c", "\x00", " ", "  ", ".", "?!", "'", "-", "_", "$", "<s>")  # fmt: skip
+
+
+@given(st.lists(st.lists(st.sampled_from(_PARTS), max_size=8).map("".join), max_size=6))
+def test_words_are_remembered_and_nothing_else_changes(
+    tokenizer: Tokenizer, texts: list[str]
+) -> None:
+    expected = [tokenizer._backend.encode(text, add_special_tokens=False).ids for text in texts]
+    assert tokenizer.ids(texts) == expected
+    assert tokenizer.ids(texts) == expected, "now by the words"
+
+
+def test_what_is_remembered_is_bounded(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cloze.service.text.tokenizer._MOST_WORDS", 10)
+    known = tokenizer._vocabulary.words
+    assert known is not None
+    for number in range(30):
+        tokenizer.ids([f"king {number} {number}{'y' * 40}"])
+        assert str(number) in known
+        assert len(known) <= 10
+        assert max(map(len, known)) <= 32, "no client fills the memory with long words"
+
+
+def test_a_vocabulary_with_words_beside_it_remembers_none(tiny_store: Path, tmp_path: Path) -> None:
+    """The library finds an added token within words, so that these do not stand for themselves."""
+    bundle = Store(tiny_store).open("bert")
+    parts = json.loads(bundle.file(bundle.manifest.tokenizer.file).read_text())
+    size = bundle.manifest.tokenizer.vocab_size
+    parts["added_tokens"].append({"id": size, **entry("kin")})
+    (tmp_path / bundle.manifest.tokenizer.file).write_text(json.dumps(parts))
+    spec = bundle.manifest.tokenizer.model_copy(update={"vocab_size": size + 1})
+    grown = Tokenizer(Bundle(bundle.manifest.model_copy(update={"tokenizer": spec}), tmp_path))
+    assert size in grown.ids(["the king"])[0]
+    assert size in grown.ids(["the king"])[0], "not by the words of the first time"
 
 
 def test_pairs_are_cut_as_transformers_cuts_them(tokenizer: Tokenizer, tmp_path: Path) -> None:

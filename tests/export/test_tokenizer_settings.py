@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 from transformers import (
+    BertTokenizer,
     PreTrainedTokenizerFast,
     RobertaTokenizer,
 )
@@ -324,6 +325,25 @@ def test_a_tokenizer_that_adds_no_special_tokens_is_refused(kind: str, tmp_path:
     assert not {2, 3} & set(ids)
     with pytest.raises(ExportError, match=f"no post_processor .* the class {kind} adds none"):
         load_tokenizer(tmp_path)
+
+
+def test_a_byte_level_file_without_special_tokens_is_refused(tmp_path: Path) -> None:
+    base = files_of("roberta")
+    base["tokenizer.json"] = base["tokenizer.json"] | {"post_processor": None}
+    base["tokenizer_config.json"] |= {"tokenizer_class": "RobertaTokenizer"}
+    write(tmp_path, base)
+    with pytest.raises(ExportError, match="has no post_processor that adds special tokens: texts"):
+        load_tokenizer(tmp_path)
+
+
+def test_another_class_adds_the_special_tokens_of_its_family(tmp_path: Path) -> None:
+    base = files_of("bert")
+    base["tokenizer.json"] = base["tokenizer.json"] | {"post_processor": None}
+    base["tokenizer_config.json"] |= {"tokenizer_class": "BertTokenizer"}
+    write(tmp_path, base)
+    expected = BertTokenizer.from_pretrained(tmp_path)("the bank", "a fee")
+    made = load_tokenizer(tmp_path).tokenizer.encode("the bank", "a fee")
+    assert (made.ids, made.type_ids) == (expected["input_ids"], expected["token_type_ids"])
 
 
 @pytest.mark.parametrize("prefix", [False, True])

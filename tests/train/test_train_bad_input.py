@@ -191,6 +191,17 @@ def test_a_bad_recipe(stories: Path, tmp_path: Path, old: str, new: str, message
     assert not (tmp_path / "run").exists()
 
 
+def test_a_device_that_cannot_be_used(stories: Path, tmp_path: Path) -> None:
+    command = pretrain_command(tmp_path / "run", RECIPE, stories)
+    for name in ("", "gpu", "meta", "cpu:1", "cuda:-1"):
+        message = f"device {name!r} is unknown; auto, cpu, cuda or cuda:N"
+        assert refused(*command, "--device", name) == message
+    if not torch.cuda.is_available():
+        for name in ("cuda", "cuda:1"):
+            line = refused(*command, "--device", name)
+            assert re.match("device 'cuda.*' cannot be used: .+", line)
+
+
 def test_a_vocabulary_that_cannot_be_used(finished: Path, stories: Path, tmp_path: Path) -> None:
     folder = tmp_path / "vocabulary"
     command = [*pretrain_command(tmp_path / "run", RECIPE, stories), "--vocab", folder]

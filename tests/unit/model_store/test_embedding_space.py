@@ -87,3 +87,12 @@ def test_a_prompt_that_is_left_out_is_part_of_it_where_there_is_a_prompt() -> No
     left_out = changed("embedding", include_prompt=False)
     assert name(left_out, prompt="ask : ") != name(manifest(), prompt="ask : ")
     assert name(left_out) == name(manifest())
+
+
+def test_without_vectors_of_texts_the_longest_sequence_is_part_of_it() -> None:
+    tokens = tokens_recipe(manifest(), "")
+    names = {
+        embedding_space(manifest(**TOKENS_ONLY, limits={"max_tokens": most}), "fp32", tokens)
+        for most in (11, 12)
+    }
+    assert len(names) == 2

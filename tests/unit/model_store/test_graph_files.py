@@ -151,6 +151,8 @@ def place(
     [
         (lambda m: m.ClearField("graph"), "it has no graph"),
         (lambda m: m.metadata_props.add(key="a", value="b"), "has metadata, which"),
+        (lambda m: m.functions.add(name="f"), "has functions, which"),
+        (lambda m: m.graph.sparse_initializer.add(), "the graph has sparse weights"),
         (lambda m: m.graph.input.append(m.graph.input[0]), "the graph has two inputs 'x'"),
         (lambda m: m.graph.initializer.append(m.graph.initializer[0]), "two weights 'inside'"),
         (weight(dims=[2, 4]), r"has 12 bytes, but its shape \(2, 4\) needs 16"),
@@ -172,6 +174,12 @@ def test_graphs_that_no_bundle_may_have(
 ) -> None:
     with pytest.raises(ValueError, match=problem):
         parse_onnx(model(change))
+
+
+def test_a_second_graph_is_refused() -> None:
+    """Readers of protocol buffers merge two graphs of a file."""
+    with pytest.raises(ValueError, match="the model has two values of graph"):
+        parse_onnx(model(lambda _: None) + onnx.ModelProto(graph={"name": "g"}).SerializeToString())
 
 
 # ---- a graph and its manifest ------------------------------------------------------------------

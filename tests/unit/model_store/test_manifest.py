@@ -249,6 +249,12 @@ def test_tasks_have_what_they_need() -> None:
             Manifest.model_validate(changed(section, value))
 
 
+def test_a_mask_has_an_id_and_a_token() -> None:
+    for half in ("mask_id", "mask_token"):
+        with pytest.raises(ValueError, match="mask_id and mask_token come together"):
+            Manifest.model_validate(changed(f"tokenizer.{half}", None))
+
+
 def test_fields_of_earlier_releases_are_left_out_and_the_digest_stays() -> None:
     """No reader uses them. A bundle's digest is that of its file."""
     fields = json.loads(manifest().to_bytes())

@@ -42,6 +42,10 @@ def test_a_number_that_is_not_finite_is_infinitely_far(broken: float) -> None:
     assert error([broken, 0.0], [broken, 0.0]) == math.inf
 
 
+def test_another_shape_is_infinitely_far() -> None:
+    assert error([[0.0, 0.0]], [0.0, 0.0]) == math.inf
+
+
 @pytest.mark.parametrize(
     ("actual", "logits", "error"),
     [

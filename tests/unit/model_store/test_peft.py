@@ -55,6 +55,12 @@ def test_every_file_counts_in_the_digest(tmp_path: Path) -> None:
     assert read_files(write(tmp_path)).digest == digests[0]
 
 
+def test_ranks_have_a_limit(tmp_path: Path) -> None:
+    assert read_files(write(tmp_path, rank=512)).layers
+    with pytest.raises(AdapterError, match="r is 513; allowed are 0 to 512"):
+        read_files(write(tmp_path, rank=513))
+
+
 USUAL = {
     "alpha_pattern": {}, "auto_mapping": None, "base_model_name_or_path": "bert", "bias": "none",
     "corda_config": None, "eva_config": None, "exclude_modules": None, "fan_in_fan_out": False,

@@ -164,6 +164,3 @@ def test_two_publishers_at_once_lose_nothing(tmp_path: Path) -> None:
         store.open(reference).file("g.onnx").read_bytes()[:1] for reference in store.references()
     ]
     assert sorted(payloads) == sorted(bytes([n]) for n in range(3) for _ in range(5))
-
-
-# ---- the manifest --------------------------------------------------------------------------------------------------

@@ -159,6 +159,13 @@ def test_one_version_or_all_are_removed(tmp_path: Path) -> None:
         one.remove("tiny")
 
 
+def test_other_files_of_a_name_stay(tmp_path: Path) -> None:
+    one = kept(tmp_path, 1)
+    (tmp_path / "tiny/notes").write_text("x")
+    one.remove("tiny")
+    assert [path.name for path in (tmp_path / "tiny").iterdir()] == ["notes"]
+
+
 # ---- staging -----------------------------------------------------------------------------------
 
 
@@ -225,6 +232,3 @@ def test_the_command_that_installs_extras(
     monkeypatch.setattr(installation, "distribution", lambda _: Installed())
     command = install_command("cpu", "export")
     assert command == f"{sys.executable} -m pip install {target.format(tmp_path)}"
-
-
-# ---- errors and limits -------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def _lines(
 
 
 def save_vocabulary(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the files of a tokenizer as a folder, all or none of them.
+    """Write the files of a tokenizer. A file ``tokenizer.json`` means that all are complete.
 
     Raises:
         TrainError: the disk is full, or the folder cannot be written.
@@ -101,5 +101,7 @@ def save_vocabulary(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         tokenizer.save_pretrained(new)
     except Exception as error:  # tokenizers raises no class of its own
         raise TrainError(f"the vocabulary cannot be written to {folder}: {error}") from error
-    shutil.rmtree(folder, ignore_errors=True)
-    new.rename(folder)
+    folder.mkdir(parents=True, exist_ok=True)  # what a user keeps in it stays
+    for file in sorted(new.iterdir(), key=lambda file: file.name == "tokenizer.json"):
+        file.replace(folder / file.name)
+    new.rmdir()

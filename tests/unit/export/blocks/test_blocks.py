@@ -42,9 +42,6 @@ def test_activations_are_those_of_their_names() -> None:
     assert not torch.equal(expected["gelu"], expected["gelu_new"])
 
 
-# ---- rotary positions and gates ------------------------------------------------------------------
-
-
 # ---- sizes -------------------------------------------------------------------------------------
 
 SIZES: dict[str, Any] = {

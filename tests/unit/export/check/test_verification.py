@@ -200,4 +200,24 @@ def test_scales_follow_from_the_inputs_and_weights() -> None:
         assert scale.step == pytest.approx(float(largest.max()) / 127)
 
 
-# ---- the gate ----------------------------------------------------------------------------------
+@torch.no_grad()
+def test_channels_without_numbers_are_not_divided_by_zero() -> None:
+    made = model()
+    layer = made.encoder.layers[0]
+    layer.up.weight[:, 3] = 0
+    layer.attention_norm.weight[5] = 0
+    layer.attention_norm.bias[5] = 0
+    scale = input_scales(made, TOKENIZER)["layers.0.up"]
+    assert scale.factors is not None
+    assert scale.factors.isfinite().all()
+    largest = inputs_of(made, layer.up, 24)
+    assert float(scale.factors[3]) == pytest.approx(float(largest[3]) ** 0.75 / 1e-5**0.25)
+    weight = float(layer.up.weight[:, 5].abs().max())
+    assert float(scale.factors[5]) == pytest.approx(1e-5**0.75 / weight**0.25)
+
+
+def test_tokens_of_calibration_are_framed_and_masked_as_texts() -> None:
+    ids = rounding._random_tokens(TOKENIZER, 64, torch.Generator().manual_seed(0))
+    assert set(ids[:, 0].tolist()) == {TOKENIZER.special.cls}
+    assert set(ids[:, -1].tolist()) == {TOKENIZER.special.sep}
+    assert 0.1 < float((ids == TOKENIZER.mask_id).float().mean()) < 0.2 + 1 / TOKENIZER.size

@@ -257,6 +257,17 @@ def test_biases_of_a_nomic_checkpoint_count(tmp_path: Path) -> None:
     assert not same(nomic_states(tensors, random_ids(), act=F.gelu), expected)
 
 
+@pytest.mark.parametrize(
+    ("settings", "limit"),
+    [({"max_trained_positions": None}, 2048), ({"n_positions": 512}, 512)],
+)
+def test_the_limit_of_a_nomic_checkpoint_is_that_of_its_training(
+    settings: dict[str, Any], limit: int, tmp_path: Path
+) -> None:
+    write(tmp_path, NOMIC | settings, nomic())
+    assert load_checkpoint(str(tmp_path)).model.config.max_positions == limit
+
+
 # ---- GTE -----------------------------------------------------------------------------------------
 
 

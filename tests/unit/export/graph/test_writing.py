@@ -5,9 +5,18 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import TensorProto
 
+from cloze.export.errors import ExportError
 from cloze.export.graph.builder import OPSET, GraphBuilder
+from cloze.export.graph.linear_ops import to_fp16
+
+
+def test_numbers_that_fp16_cannot_hold_are_refused() -> None:
+    assert to_fp16("x", torch.tensor([65504.0])).tolist() == [65504]
+    with pytest.raises(ExportError, match=r"x holds 6.56e\+04, which fp16 cannot; use fp32"):
+        to_fp16("x", torch.tensor([1.0, -65600.0]))
 
 
 def saved(

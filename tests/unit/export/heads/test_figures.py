@@ -15,6 +15,7 @@ from cloze.model_store.heads import ArrayResult
 from cloze.model_store.heads.label_sets import read_labels
 from cloze.model_store.heads.masked_lm import MaskedLMResult
 from cloze.model_store.heads.sequence_classification import read_options
+from cloze.model_store.heads.sparse_embedding import SparseEmbeddingResult
 from tests.support.scorers import CLS, MASK, SEP, ByHand, gate_texts
 
 TEXTS = gate_texts(max_tokens=64)
@@ -55,6 +56,22 @@ def test_one_bad_text_among_good_ones_shows_in_the_least_cosine() -> None:
         "embedding_cosine_least": pytest.approx(0.6),
         "embedding_cosine_mean": pytest.approx((COUNT - 1 + 0.6) / COUNT),
     }
+
+
+def test_a_vector_of_zeros_is_no_number() -> None:
+    figures = measured("embedding", lambda _: row(1, 0), lambda _: row(0, 0))
+    assert np.isnan(list(figures.values())).all()
+
+
+def test_sparse_vectors_are_compared_by_their_words() -> None:
+    def weights(*numbers: float, ids: tuple[int, ...]) -> SparseEmbeddingResult:
+        return SparseEmbeddingResult(np.array(numbers, np.float32), np.array(ids, np.int64))
+
+    both, none = weights(4, 3, ids=(2, 1)), weights(ids=())
+    for other, cosine in ((both, 1), (weights(2, ids=(1,)), 0.6), (none, 0)):
+        figures = measured("sparse_embedding", lambda _: both, lambda _, one=other: one)
+        assert figures == {"sparse_cosine_mean": pytest.approx(cosine)}
+    assert measured("sparse_embedding", lambda _: none, lambda _: none) == {"sparse_cosine_mean": 1}
 
 
 def test_the_change_of_a_ranking_is_after_less_before() -> None:

@@ -26,9 +26,6 @@ from cloze.model_store.heads import (
 from cloze.model_store.manifest import Graph, Precision
 from tests.support.tiny_models import model
 
-# ---- modules by their formula ------------------------------------------------------------------
-
-
 # ---- mixed requests ----------------------------------------------------------------------------
 
 REQUESTS: list[dict[str, HeadRequest]] = [
@@ -140,6 +137,3 @@ def test_results_by_their_formula() -> None:
     layers = asked(layer_embedding=request).array
     expected = torch.stack([(2 * states[0] - states[1]).amax(0), states[2].amax(0)])
     np.testing.assert_allclose(layers, expected, rtol=1e-4, atol=1e-6)
-
-
-# ---- figures of pairs --------------------------------------------------------------------------

@@ -95,6 +95,13 @@ def test_sentences_with_their_words(tmp_path: Path) -> None:
         read_sentences(tmp_path / "missing")
 
 
+def test_a_wrong_word_of_the_sentence_is_a_repetition() -> None:
+    sentence = Sentence("The old King has an old [MASK].", ("crown",))
+    repeated = [sentence.is_repeated_by(word) for word in ("king", "The", "door", "kin")]
+    assert repeated == [True, True, False, False]
+    assert not Sentence("a crown is a [MASK]", ("crown",)).is_repeated_by("crown")
+
+
 # ---- scored pairs ------------------------------------------------------------------------------
 
 
@@ -111,7 +118,7 @@ def test_pairs_with_their_scores(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"a,b,1\na,b\n", "line 2 is not 'sentence,sentence,score'"),
+        (b'a,b,1\n"a\nb",c,2\na,b\n', "line 4 is not 'sentence,sentence,score'"),
         (b"a,b,nan\n", "the score nan is not a finite number"),
         (b"a,b,1\nc,d,1\n", "all 2 pairs have the score 1: there is nothing to rank"),
         (b"", "there are no pairs in"),
@@ -198,6 +205,3 @@ def test_the_best_threshold_of_no_answer() -> None:
     assert (best, threshold) == (100, 0.0)
     best, threshold = best_threshold([asked(0, "red"), asked(1)], ["red", "x"], [3.0, 1.0])
     assert best == 50
-
-
-# ---- the gate's texts --------------------------------------------------------------------------

@@ -10,8 +10,10 @@ from transformers import BertForPreTraining
 
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
+from cloze.service.errors import StartupError
+from cloze.service.http.keys import Keys
 from tests.support.adapter_folders import Recipe, classifier, write
-from tests.support.command import cloze
+from tests.support.command import cloze, cloze_here
 from tests.support.refusals import error_of
 from tests.support.serving import running_server
 
@@ -108,3 +110,14 @@ def test_a_key_of_models_that_are_not_served_is_refused(ask: Ask) -> None:
     for path, body in (("/v1/models", None), ("/info", None), ("/embed", {"inputs": TEXT})):
         refused = ask("early", path, body)
         assert error_of(refused) == (403, "forbidden")
+
+
+def test_a_malformed_name_is_refused_by_the_command_and_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    refused = cloze_here("keys", "add", "a", "--file", str(file), "--model", "../stars")
+    assert (refused.exit_code, file.exists()) == (2, False)
+    for models in ('["a@0"]', "[]", '"stars"'):
+        text = f'[k]\nsha256 = "{"0" * 64}"\nscopes = ["inference"]\nmodels = {models}\n'
+        file.write_text(text)
+        with pytest.raises(StartupError, match=r"keys.toml: models"):
+            Keys(file)

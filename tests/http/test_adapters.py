@@ -27,10 +27,14 @@ from cloze.model_store.heads.head import HeadRequest
 from cloze.model_store.manifest import Precision
 from cloze.model_store.peft import AdapterError
 from cloze.service.core import Device
+from cloze.service.engine.adapters import LoadedAdapters
 from cloze.service.engine.onnx_engine import OnnxEngine, SessionOptions
 from cloze.service.errors import StartupError
+from cloze.service.models import served_models
 from cloze.service.models.adapters import AdapterBundle, open_adapters
+from cloze.service.models.served_models import LocalModels, check_memory, close_models
 from cloze.service.service import MOST_ADAPTER_SERIES
+from cloze.service.settings import Settings, load_settings
 from tests.support.adapter_folders import LABELS, Recipe, classifier, write
 from tests.support.adapter_folders import embedding as torch_embedding
 from tests.support.adapter_folders import logits as torch_logits
@@ -136,6 +140,24 @@ def test_each_adapter_has_its_results_alone_and_beside_any_other(
     own = expected("topics", folders["topics"], base_model, batch[2].input_ids)
     np.testing.assert_allclose(array(same[1]), own, rtol=0, atol=1e-5)
     assert not np.allclose(wanted[4], wanted[5], atol=1e-3)  # the adapter changes something
+
+
+def test_int8_keeps_the_integers_of_the_base(
+    base: Bundle, folders: dict[str, Path], base_model: BertForPreTraining
+) -> None:
+    engine, adapters = opened(base, folders, Precision.INT8)
+    encodings = [asking(1, "embed", key) for key in ("", adapters["vectors"].key)]
+    neighbours = [asking(seed, "class", adapters["stars"].key) for seed in (2, 3)]
+    without, single = (array(engine.run([encoding])[0]) for encoding in encodings)
+    beside = [array(output) for output in engine.run([*encodings, *neighbours])[:2]]
+    np.testing.assert_allclose(beside, [without, single], rtol=0, atol=2e-6)
+    plain = OnnxEngine(base, Device.CPU, Precision.INT8).run([asking(1, "embed")])[0]
+    np.testing.assert_allclose(without, array(plain), rtol=0, atol=2e-6)
+    before, after = (
+        torch_embedding(folder, base_model, encodings[0].input_ids)
+        for folder in (None, folders["vectors"])
+    )
+    assert np.corrcoef(single - without, after - before)[0, 1] > 0.95
 
 
 Change = Callable[[dict[str, Any], dict[str, np.ndarray]], None]
@@ -367,6 +389,19 @@ def test_an_adapter_without_files_fails_alone_and_the_log_says_why(
     assert scores(server, "gone") == before
 
 
+def test_an_adapter_that_becomes_bad_is_served_as_it_was(server: Server, served: Path) -> None:
+    before = scores(server, "topics")
+    file = served / "topics" / "adapter_model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:-4])
+    kept, _, refused = server.reload().partition("; refused ")
+    assert "topics@1" in kept.partition("kept ")[2]
+    assert f"{served}/topics" in refused
+    assert scores(server, "topics") == before
+    file.write_bytes(data)
+    assert f"{served}/topics" not in server.reload()
+
+
 def test_an_adapter_is_replaced_by_one_of_another_rank_under_load(
     server: Server, served: Path, base_model: BertForPreTraining, tmp_path: Path
 ) -> None:
@@ -412,3 +447,39 @@ def test_what_is_served_is_read_again_only_if_its_files_changed(
     stars.read()
     with pytest.raises(AdapterError, match="it was changed since the last reload"):
         topics.read()  # its key and its space are those of the old files
+
+
+def test_adapters_count_in_the_memory_of_the_start_and_have_a_limit(
+    base: Bundle, served: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(StartupError, match=r"it needs .* MiB; CLOZE_ADAPTER_MEMORY_MB is 0$"):
+        open_adapters([served / LARGE[0]], [base], 0)
+    adapters = open_adapters([served / name for name in LARGE], [base], 64).bundles
+    weights = sum(file.stat().st_size for file in base.path.glob("weights.bin"))
+    monkeypatch.setattr(served_models, "memory_limit", lambda: 71_000_000 + weights)
+    settings = Settings(device=Device.CPU, precision=Precision.FP32, adapter=(str(served),))
+    check_memory([base], settings)
+    for memory_mb, shown in ((1024, "4 MB"), (2, "2 MB")):
+        limited = settings.model_copy(update={"adapter_memory_mb": memory_mb})
+        with pytest.raises(StartupError, match=f"the adapters of base@1 {shown}"):
+            check_memory([base, *adapters], limited)
+
+
+def test_a_kept_adapter_is_read_from_where_it_is_now(
+    base: Bundle, served: Path, tmp_path: Path
+) -> None:
+    """A reload keeps the model of an adapter that was moved; its next reading is of the new place."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    shutil.copytree(served / "stars", old / "stars")
+    settings = {"model_store": base.path.parents[1], "adapter": (str(old),), "precision": "fp32"}
+    opener = LocalModels(load_settings(settings))
+    running = opener.open([base, *open_adapters([old], [base], 64).bundles])
+    old.rename(new)
+    [moved] = open_adapters([new], [base], 64).bundles
+    models = opener.open([base, moved], running)
+    assert models == running
+    engine = models[0].adapters
+    assert isinstance(engine, LoadedAdapters)
+    engine.hold(moved.key).result(20)
+    assert engine.keys == [moved.key]
+    close_models(models)

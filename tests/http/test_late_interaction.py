@@ -22,10 +22,15 @@ from tokenizers import Tokenizer
 from transformers import AutoModel
 
 from cloze.export.errors import ExportError
+from cloze.export.graph.session import open_session
 from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.measure.scorer import GraphScorer
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
+from cloze.model_store.batch import Encoding
 from cloze.model_store.embedding_space import embedding_space, own_recipes
+from cloze.model_store.heads.multi_vector import MultiVectorRequest
+from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import Manifest, Precision
 from tests.support import late_models
 from tests.support.refusals import error_of
@@ -105,6 +110,26 @@ def test_vectors_and_ranks_are_those_of_sentence_transformers(
         assert [row["index"] for row in rows] == np.argsort(-expected).tolist()
         scores = [row["score"] for row in rows]
         assert scores == pytest.approx(sorted(expected.tolist(), reverse=True), abs=1e-4)
+
+
+def test_queries_of_one_batch_attend_to_their_own_tokens(store: Store) -> None:
+    bundle = store.open("pylate")
+    manifest, file = bundle.manifest, bundle.file(bundle.manifest.graph.file)
+    session = open_session(file, Layout.DENSE)
+    scorer = GraphScorer(session, manifest.graph_spec(manifest.graph.layout))
+    ids = np.random.default_rng(1).integers(5, 180, (4, 12), dtype=np.int32)
+
+    def run(*chosen: tuple[int, int]) -> list[Floats]:
+        batch = [
+            Encoding(ids[row], np.zeros(12, np.int32), {"multi_vector": MultiVectorRequest(keys)})
+            for row, keys in chosen
+        ]
+        return [output["multi_vector"].array for output in scorer.run(batch)]
+
+    queries = [(0, 3), (1, 0), (2, 12), (3, 7)]
+    for rows, chosen in zip(run(*queries), queries, strict=True):
+        np.testing.assert_allclose(rows, run(chosen)[0], atol=1e-6)
+    assert np.abs(run((0, 3))[0] - run((0, 4))[0]).max() > 0.01
 
 
 # ---- embedding spaces ----------------------------------------------------------------------------

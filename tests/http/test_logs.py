@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +20,10 @@ import pytest
 
 from cloze.service.core import ServedRequest
 from cloze.service.errors import Rejection
+from cloze.service.http.record import Callers
+from cloze.service.http.routes import CONNECTION
 from cloze.service.observe.logs import AccessLog, LineWriter, _line
+from tests.support.records import Open
 from tests.support.serving import Server, running_server
 from tests.support.waiting import wait_until
 
@@ -102,6 +106,25 @@ def test_the_last_address_that_no_proxy_has_is_the_client(
     assert line_of(server, headers["x-request-id"])["client"] == client
 
 
+def test_a_proxy_that_is_not_trusted_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    callers = Callers()
+
+    def ask(address: str, header: bytes) -> str:
+        scope = {"method": "POST", "path": "/embed", "client": (address, 1)}
+        state = {CONNECTION: Open(address)}
+        headers = [(header, b"203.0.113.9")]
+        return callers.record(scope | {"state": state, "headers": headers}, None).client
+
+    for header, lines in ((b"accept", 0), (b"x-forwarded-for", 1), (b"forwarded", 1)):
+        assert ask("10.0.0.1", header) == "10.0.0.1"
+        assert len(caplog.messages) == lines
+    for number in range(99):
+        ask(f"198.51.100.{number}", b"forwarded")
+    assert len(caplog.messages) == 8, "a client may pretend"
+    assert "CLOZE_TRUSTED_PROXIES" in caplog.messages[0]
+    assert "203.0.113.9" not in caplog.text
+
+
 def test_a_client_cannot_write_fields_of_a_line() -> None:
     """A proxy may pass on what a client forges, and a keys file may have any names."""
     forged = replace(record(), client="key:a status=200\nb")
@@ -153,6 +176,59 @@ def test_a_log_that_nobody_reads_blocks_neither_requests_nor_the_end(tiny_store:
         process.kill()
         process.wait()
         os.close(read_end)
+
+
+def test_the_oldest_lines_without_room_are_counted(capfd: pytest.CaptureFixture[str]) -> None:
+    writer = LineWriter(most_waiting=2)
+    writer.waiting.extend(f"{number}\n" for number in range(4))
+    writer.begin()
+    writer.flush()
+    lines = capfd.readouterr().err.splitlines()
+    assert lines == ["2 lines are missing: the log was read too slowly", "2", "3"]
+
+
+def test_lines_stay_bounded_while_a_write_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process took the room in the pipe after the poll, and nobody reads."""
+    is_writing, may_end = threading.Event(), threading.Event()
+
+    def write(_: int, data: bytes) -> int:
+        is_writing.set()
+        may_end.wait(20)
+        return len(data)
+
+    writer = LineWriter(most_waiting=100)
+    monkeypatch.setattr(os, "write", write)
+    writer.waiting.append("first\n")
+    writer.begin()
+    try:
+        assert is_writing.wait(20)
+        for _ in range(1000):
+            writer.handle(logging.makeLogRecord({"msg": "more"}))
+        assert len(writer.waiting) <= 200
+    finally:
+        may_end.set()
+        writer.flush()
+
+
+def test_a_signal_handler_may_log_while_its_thread_logs() -> None:
+    code = (
+        "import logging, signal, time; from cloze.service.observe.logs import start_logging; "
+        "start_logging('info', 'text'); log = logging.getLogger('cloze'); "
+        "signal.signal(signal.SIGALRM, lambda *_: log.info('drain')); "
+        "signal.setitimer(signal.ITIMER_REAL, 0.0003, 0.0003); end = time.monotonic() + 1\n"
+        "while time.monotonic() < end: log.info('refused')\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL, check=True, timeout=20)
+
+
+def test_a_log_that_cannot_be_written_stops_the_start() -> None:
+    code = "from cloze.service.observe.logs import announce, start_logging; "
+    code += "start_logging('info', 'text'); announce('listening')"
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, stderr=full, check=False, timeout=20)
+    assert done.returncode != 0
 
 
 def test_lines_of_several_processes_do_not_mix() -> None:

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from cloze.model_store.installation import build
 from cloze.service.core import BatchFill
+from cloze.service.observe.metrics import observe_all
 from tests.support.serving import Server, children, running_server
 from tests.support.waiting import wait_until
 
@@ -160,6 +162,23 @@ def test_labels_stay_bounded_whatever_is_asked(fresh: Server) -> None:
     assert values["route"] <= {*documented, "/docs", "/openapi.json", "other"}
     assert all(re.fullmatch(r"[1-5]\d\d", status) for status in values["status"])
     assert not any(math.isnan(number) for number in samples.values())
+
+
+def test_many_observations_at_once_are_the_same_as_one_by_one() -> None:
+    """`observe_all` relies on attributes of prometheus_client that are not public."""
+    registry = CollectorRegistry()
+    one, many = (
+        Histogram(name, "text", buckets=(0.001, 0.01, 0.1), registry=registry) for name in "ab"
+    )
+    values = [0.0, 0.001, 0.0011, 0.05, 0.1, 0.11, 7.0]
+    for value in values:
+        one.observe(value)
+    observe_all(many, values[:3])
+    observe_all(many, values[3:])
+    lines = generate_latest(registry).decode().splitlines()
+    shown = {name: [x[1:] for x in lines if re.match(f"{name}_[bs]", x)] for name in "ab"}
+    assert shown["a"] == shown["b"]
+    assert len(shown["a"]) == 5
 
 
 def test_a_bucket_names_a_recent_request(tiny_store: Path) -> None:

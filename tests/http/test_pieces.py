@@ -106,6 +106,13 @@ EIGHTEEN = "\ufdfa"
 """A character that becomes 18."""
 
 
+def test_groups_of_many_texts_are_bounded() -> None:
+    made = groups(["river " * 100] * 1000, places_of(BACKENDS["bert"]))
+    sizes = [sum(len(piece.content) for piece in group) for group in made]
+    assert sum(sizes) == 600_000
+    assert max(sizes) <= pieces._GROUP_CHARACTERS
+
+
 @pytest.mark.parametrize("rest", [" ", " river", " river" * 20])
 def test_groups_are_bounded_after_a_normaliser_that_expands(rest: str) -> None:
     text = (EIGHTEEN + rest) * (100_000 // len(rest))

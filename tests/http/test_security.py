@@ -17,8 +17,11 @@ from huggingface_hub import InferenceClient
 
 from cloze.client import Client
 from cloze.service.http.certificate import Certificate as TlsCertificate
+from cloze.service.http.keys import Keys
+from cloze.service.server.listen import bind, listen
+from cloze.service.settings import Settings
 from tests.support.certificates import Certificate, make_certificate
-from tests.support.command import cloze
+from tests.support.command import cloze, cloze_here
 from tests.support.refusals import error_of
 from tests.support.serving import Server, running_server
 from tests.support.waiting import wait_until
@@ -52,6 +55,7 @@ def guarded(tiny_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         "team": (),
         "scraper": ("--scope", "metrics"),
         "slow": ("--requests-per-minute", "3"),
+        "gone": ("--expires", "2020-01-31"),
     }
     for name, words in options.items():
         made = cloze("keys", "add", name, "--file", str(file), *words)
@@ -126,6 +130,26 @@ def test_a_key_has_its_own_limit(guarded: Guarded) -> None:
     assert guarded.post("/embed", "team").status_code == 200
 
 
+def test_a_key_expires(guarded: Guarded) -> None:
+    for path, sent in (("/embed", BODY), ("/v1/embeddings", OPENAI_BODY)):
+        assert error_of(guarded.post(path, "gone", sent)) == (401, "key_expired")
+    assert any("keys that expire within 14 days: gone" in line for line in guarded.server.log)
+
+
+def test_the_last_key_can_be_removed(tmp_path: Path) -> None:
+    """The command says in the file that this is meant, and takes it back with the next key."""
+    file = tmp_path / "keys.toml"
+    key = cloze_here("keys", "add", "only", "--file", str(file)).stdout.strip()
+    keys = Keys(file)
+    assert keys.find(b"Bearer " + key.encode()) is not None
+    assert cloze_here("keys", "remove", "only", "--file", str(file)).exit_code == 0
+    assert file.read_text() == "no_keys = true\n"
+    keys.file.look()
+    assert keys.find(b"Bearer " + key.encode()) is None
+    assert cloze_here("keys", "add", "next", "--file", str(file)).exit_code == 0
+    assert "no_keys" not in file.read_text()
+
+
 def test_a_changed_file_is_read_again(guarded: Guarded) -> None:
     """Both keys of one that is replaced are valid meanwhile."""
     readable = "\ncloze_keys_file_readable 0.0\n"
@@ -147,7 +171,33 @@ def test_a_changed_file_is_read_again(guarded: Guarded) -> None:
     guarded.file.write_text(text)
 
 
+def test_probes_and_pages_need_no_key(guarded: Guarded) -> None:
+    for path in ("/healthz", "/readyz", "/health", "/", "/docs", "/page/page.js"):
+        assert guarded.get(path).status_code == 200, path
+    assert guarded.get("/info").status_code == 401
+
+
 # ---- hosts, origins, pages -----------------------------------------------------------------------
+
+
+def test_an_open_address_without_keys_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    for allows, lines in ((True, 0), (False, 1)):
+        settings = Settings(host="0.0.0.0", port=0, allow_anonymous=allows)
+        with bind(settings) as listener:
+            listen(listener, settings)
+        assert sum("no key is needed" in message for message in caplog.messages) == lines
+
+
+def test_a_server_on_loopback_refuses_other_hosts_but_for_probes(server: Server) -> None:
+    """A page of another site cannot reach it by a name. A kubelet asks a pod by its address."""
+    for path, host, status in (
+        *((path, "evil.example:8000", 403) for path in ("/", "/info", "/readyz")),
+        *((path, "10.0.0.7:8000", 403) for path in ("/", "/info", "/docs")),
+        *((path, "10.0.0.7:8000", 200) for path in ("/healthz", "/readyz", "/health", "/metrics")),
+        *(("/info", host, 200) for host in ("LOCALHOST:8000", "[::1]:8000")),
+    ):
+        answer = httpx.get(server.url + path, headers={"host": host})
+        assert answer.status_code == status, (path, host)
 
 
 def test_origins_are_refused_unless_named(tiny_store: Path, every_task: Server) -> None:
@@ -197,6 +247,22 @@ def test_the_server_speaks_tls(tiny_store: Path, certificate: Certificate) -> No
             with pytest.raises(httpx.TransportError):
                 httpx.get(f"{plain}/healthz")
             assert client.get(f"{server.url}/healthz").status_code == 200
+
+
+def test_a_renewed_certificate_is_served(tiny_store: Path, tmp_path: Path) -> None:
+    """As the files are replaced: one after the other, so that they do not fit for a moment."""
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+    served, renewed = make_certificate(tmp_path / "old"), make_certificate(tmp_path / "new")
+    arguments = ("--tls-certificate", str(served.public), "--tls-key", str(served.private))
+    with running_server(tiny_store, *arguments, "--model", "bert", "--frontends", "1") as server:
+        host, port = server.url.removeprefix("https://").split(":")
+        before = ssl.get_server_certificate((host, int(port)))
+        renewed.public.replace(served.public)
+        wait_until(lambda: any("the old certificate and key stay" in line for line in server.log))
+        assert ssl.get_server_certificate((host, int(port))) == before
+        renewed.private.replace(served.private)
+        wait_until(lambda: ssl.get_server_certificate((host, int(port))) != before)
 
 
 @pytest.mark.parametrize(

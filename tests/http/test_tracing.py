@@ -1,5 +1,7 @@
 """Spans reach a collector by OTLP over HTTP, and continue the traces of clients."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -126,3 +128,26 @@ def test_the_trace_decides_and_else_the_share(tiny_store: Path) -> None:
 def test_a_wrong_address_ends_the_start(endpoint: str) -> None:
     with pytest.raises(StartupError, match="it must be like http://HOST:4318"):
         make_tracing(Settings(traces_endpoint=endpoint))
+
+
+def test_without_a_collector_the_server_answers_and_says_so_once(tiny_store: Path) -> None:
+    settings = {"CLOZE_TRACES_ENDPOINT": "http://127.0.0.1:9", "OTEL_BSP_SCHEDULE_DELAY": "50"}
+    with running_server(tiny_store, "--model", "bert", **settings) as server:
+        embed(server)
+        wait_until(lambda: any("spans are lost" in line for line in server.log))
+        embed(server)
+    assert sum("spans are lost" in line for line in server.log) == 1
+    assert not any("Traceback" in line or "opentelemetry" in line for line in server.log)
+
+
+def test_without_an_address_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a server without the extra starts."""
+    program = (
+        "import sys; sys.modules['opentelemetry.sdk'] = None; import cloze.service.server.process; "
+        "from cloze.service.observe.tracing import make_tracing; "
+        "from cloze.service.settings import Settings; assert make_tracing(Settings()) is None"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
+    with pytest.raises(StartupError, match="traces need further packages; run: "):
+        make_tracing(Settings(traces_endpoint="http://localhost:4318"))

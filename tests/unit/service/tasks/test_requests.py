@@ -116,6 +116,14 @@ def test_a_long_text_is_cut_or_refused(task: str, read: int) -> None:
         assert tokens(left) == [f"[CLS] {' '.join(words[-kept:])} [SEP]"]
 
 
+def test_the_word_of_a_request_overrules_the_end_that_the_tokenizer_cuts() -> None:
+    tokenizer = manifest().tokenizer.model_dump() | {"truncation_side": "left"}
+    model, words = context(tokenizer=tokenizer), LONG.split()
+    for asked, kept in ((None, words[-8:]), ("left", words[-8:]), ("right", words[:8])):
+        request = prepared("embed", LONG, model, truncation_direction=asked)
+        assert tokens(request) == [f"[CLS] {' '.join(kept)} [SEP]"]
+
+
 def test_cut_pairs_are_counted() -> None:
     pairs = [Pair(text=LONG, next="a"), Pair(text="a", next="b"), Pair(text="a", next=LONG)]
     request = prepared("nsp", pairs, return_usage=True)

@@ -1,9 +1,11 @@
 """One connection: its bytes, its time limits, and what it counts for."""
 
 import asyncio
+import gc
 import json
 import logging
 import socket
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -605,6 +607,22 @@ async def test_a_client_that_leaves_is_told_to_its_request(
     assert len(world.seen) == 1, "those behind it are not started"
     assert not world.state.tasks
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+async def test_a_closed_connection_is_freed_when_its_cycles_are_collected() -> None:
+    world = World()
+    transport = world.connect()
+    transport.protocol.data_received(post() + post("/hang") + post())
+    await settle()
+    transport.lose()
+    world.release.set()
+    await settle()
+    world.closed.clear()
+    world.seen.clear()
+    freed = weakref.ref(transport.protocol)
+    del transport
+    gc.collect()
+    assert freed() is None
 
 
 # ---- the end of the server ---------------------------------------------------------------------

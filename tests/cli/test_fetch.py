@@ -181,7 +181,6 @@ def test_another_hash_leaves_nothing(objects: ObjectStore, bundle: Path, tmp_pat
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("/missing.tar.gz", "cannot be read: HTTP Error 404: Not Found"),
         ("/folder", "an address of http must be that of an archive (.tar.gz, .tgz, .tar.zst)"),
         ("/empty.tar.gz", "it has neither a bundle (manifest.json) nor a checkpoint"),
         ("/noise.tar.zst", "the archive is damaged: "),
@@ -203,6 +202,15 @@ def test_what_is_no_model_is_one_line(
     }
     line = last_line(fetch(tmp_path / "store", objects.url + path))
     assert line.startswith(f"cloze: model {objects.url}{path}: {message}"), line
+    assert_nothing_is_left(tmp_path / "store")
+
+
+def test_what_is_missing_is_one_line(objects: ObjectStore, tmp_path: Path) -> None:
+    address = f"{objects.url}/missing.tar.gz"
+    done = fetch_apart(tmp_path / "store", address)
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
+    line = done.stderr.splitlines()[-1]
+    assert line == f"cloze: model {address}: cannot be read: HTTP Error 404: Not Found"
     assert_nothing_is_left(tmp_path / "store")
 
 

@@ -433,6 +433,12 @@ def test_an_adapter_is_replaced_by_one_of_another_rank_under_load(
     assert len(kinds) <= 4, "an answer mixed two adapters"
 
 
+def test_an_adapter_has_the_name_of_its_link(base: Bundle, served: Path, tmp_path: Path) -> None:
+    (tmp_path / "current").symlink_to(served / "topics")
+    opened = open_adapters([tmp_path / "current"], [base], 64)
+    assert [adapter.manifest.name for adapter in opened.bundles] == ["current"]
+
+
 def test_what_is_served_is_read_again_only_if_its_files_changed(
     base: Bundle, served: Path, tmp_path: Path
 ) -> None:

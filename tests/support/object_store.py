@@ -1,9 +1,11 @@
 """Servers on loopback that speak as much of S3 and of plain HTTP as reading a model needs."""
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
@@ -16,6 +18,11 @@ class ObjectStore(ThreadingHTTPServer):
         self.objects: dict[str, bytes] = {}
         self.asked: list[str] = []
         self.truncates = False
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client may leave before the end of its answer."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
     @property
     def url(self) -> str:

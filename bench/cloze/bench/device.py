@@ -216,7 +216,7 @@ class _DeviceRun:
         long = [" ".join(rng.choice(words, max(1, length - 2)).tolist()) for length in lengths]
         short = make_texts(words, plan.sequences).texts
         each, clients = plan.texts_per_request, 2 * max(2, *plan.frontends)
-        single = Plan((1,), (), bulk=False, seconds=10 * plan.seconds, turns=1, label="short")
+        single = Plan((1,), (), (), bulk=False, seconds=10 * plan.seconds, turns=1, label="short")
         full = dataclasses.replace(
             single, clients=(clients,), texts_per_request=each, label=f"{SQUAD} x {each}"
         )

@@ -248,6 +248,16 @@ def test_few_chunks_are_read_and_not_written(
     assert engine.batches
 
 
+def test_few_characters_are_read_and_not_written(
+    tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "CHUNK_ROWS", 1)
+    monkeypatch.setattr(work, "_CHARACTERS_IN_FLIGHT", 30)
+    job = job_of(tmp_path, texts(*["a b c d e "] * 8))  # 10 characters each
+    assert most_unwritten(job) == (4, 40)
+    assert engine.batches
+
+
 def test_a_local_run_has_two_shards_at_once(
     tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -259,6 +259,18 @@ def test_an_empty_queue_admits_any_request() -> None:
         submit(made, [sized(1)], later())
 
 
+def test_a_full_queue_admits_all_of_a_request_or_none_and_a_later_round_always() -> None:
+    made = stepped(max_queue_tokens=60)
+    first = submit(made, [sized(10), sized(20)], later())
+    with refused("overloaded"):
+        submit(made, [sized(1), sized(30)], later())
+    assert made.state.tokens == 30
+    submit(made, [sized(50)], later(), later_round=True)
+    assert made.state.tokens == 80
+    first.cancel()
+    assert made.state.tokens == 50, "cancelled work frees the queue at once"
+
+
 def test_requests_are_counted_by_client_until_they_end() -> None:
     made = stepped()
     futures = [submit(made, [sized(5)], later(), client=client) for client in "aab"]

@@ -234,3 +234,44 @@ def test_buffers_are_used_again_by_size(runtime: Runtime, rows: int, size: int) 
 
 
 # ---- page-locked memory -------------------------------------------------------------------------
+
+
+class CudaRuntime:
+    """As much of CUDA's runtime as `page_locked` calls, on the host's own memory."""
+
+    def __init__(self, malloc: int) -> None:
+        self.malloc, self.memory = malloc, ctypes.create_string_buffer(64)
+        self.calls: list[str] = []
+
+    def cudaSetDevice(self, device_id: int) -> int:  # noqa: N802
+        self.calls.append(f"device {device_id}")
+        return 0
+
+    def cudaMallocHost(self, place: Any, size: Any) -> int:  # noqa: N802
+        self.calls.append(f"allocate {size.value}")
+        place._obj.value = ctypes.addressof(self.memory)
+        return self.malloc
+
+    def cudaGetLastError(self) -> int:  # noqa: N802
+        self.calls.append("error taken back")
+        return 2
+
+    def cudaFreeHost(self, address: Any) -> int:  # noqa: N802
+        self.calls.append(f"freed {address.value == ctypes.addressof(self.memory)}")
+        return 0
+
+
+def test_page_locked_memory_is_given_back_and_a_refusal_leaves_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    good, full = CudaRuntime(0), CudaRuntime(2)
+    monkeypatch.setattr(sessions, "runtime", lambda: good)
+    array = sessions.page_locked(64, 1)
+    assert array is not None
+    array[:] = range(64)
+    assert good.memory.raw == bytes(range(64))
+    del array
+    assert good.calls == ["device 1", "allocate 64", "freed True"]
+    monkeypatch.setattr(sessions, "runtime", lambda: full)
+    assert sessions.page_locked(64, 2) is None
+    assert full.calls == ["device 2", "allocate 64", "error taken back"]

@@ -106,6 +106,29 @@ async def test_holds_that_wait_come_in_the_order_of_their_arrival() -> None:
     assert (small.done(), third.done()) == (True, True)
 
 
+async def test_who_gives_up_does_not_stand_in_the_way() -> None:
+    budget = ByteBudget("bodies", 100)
+    await held(budget, "a", 40)
+    await held(budget, "b", 40)
+    large, small = await asking(budget, "c", 45), await asking(budget, "d", 20)
+    large.cancel()
+    await settle()
+    assert small.done()
+    assert (await small).size == 20
+
+
+async def test_bytes_that_were_got_while_their_request_ended_are_released() -> None:
+    budget = ByteBudget("bodies", 100)
+    first = await held(budget, "a", 90)
+    gone = await asking(budget, "b", 40)
+    budget.release(first)  # so it has the bytes, but has not run since
+    gone.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    assert (await held(budget, "c", 50)).size == 50
+    assert (await held(budget, "d", 50)).size == 50
+
+
 @pytest.mark.parametrize(("longest_s", "left_s", "waits_s"), [(0, 7, 7), (2, 7, 2), (9, 7, 7)])
 async def test_the_longest_wait(longest_s: float, left_s: float, waits_s: float) -> None:
     budget, loop = ByteBudget("bodies", 100, longest_s), asyncio.get_running_loop()

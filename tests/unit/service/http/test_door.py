@@ -211,6 +211,14 @@ async def test_refusals_behind_the_door_are_spread_and_held_too() -> None:
     assert told_s <= 2.0
 
 
+async def test_what_it_is_told_is_true_when_its_late_answer_arrives() -> None:
+    gated, connection = Gated(Waiting(2.3)), Open()
+    assert await gated.told_s(connection=connection) == pytest.approx(0.3)
+    await asyncio.sleep(0.1)
+    assert await gated.told_s(connection=connection) == pytest.approx(0.05)
+    assert gated.held_s == pytest.approx(0.25), "0.4 s after the first refusal"
+
+
 async def test_a_server_that_drains_refuses_all() -> None:
     """A client that gets 429 would come back to this replica."""
 
@@ -322,6 +330,18 @@ async def test_what_waits_counts_until_it_starts_or_ends() -> None:
     assert starting.started[-9:] == ["c"] * 9
     assert starts.with_start(NO_WAIT, "c").requests == 0
     assert not starts.unsubmitted
+
+
+async def test_requests_that_wait_to_start_count_for_those_that_come() -> None:
+    queue = Waiting(0.0)
+    gated = Gated(queue, max_wait_s=2.0)
+    tasks = [asyncio.create_task(gated.ask(client=client)) for client in "aaaaaaaaaaab"]
+    await turns(1)
+    assert [asked[3] for asked in queue.asked[:4]] == [0, 0, 0, 0]
+    assert [asked[3] for asked in queue.asked[-3:]] == [21 * 5, 21 * 6, 0], "its own"
+    await asyncio.gather(*tasks)
+    await gated.ask()
+    assert queue.asked[-1][3] == 0
 
 
 async def test_the_wait_to_start_is_part_of_the_expected_wait() -> None:

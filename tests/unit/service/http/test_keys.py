@@ -1,7 +1,7 @@
 """Keys, clients, errors and paths of requests, without a server."""
 
 import hashlib
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from cloze.service.errors import Overloaded, RateLimited, StartupError
 from cloze.service.http.errors import describe_error, rejection
 from cloze.service.http.keys import Key, KeyEntry, Keys
 from cloze.service.http.record import Callers, Paths, timeout_s
+from cloze.service.http.watched_files import WatchedFiles
 from tests.support.refusals import refused
 
 
@@ -172,6 +173,23 @@ def test_a_key_ends_at_its_time(tmp_path: Path, written: str, expires: str) -> N
     assert not key.expires_before(end.timestamp() - 1)
 
 
+def test_the_log_warns_of_keys_that_expire_within_two_weeks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = datetime.now(UTC).replace(microsecond=0)
+    tables = [TABLE.format(name="ever", digest=digest("ever"))]
+    for name, days in (("past", -100), ("soon", 13), ("later", 15)):
+        table = TABLE.format(name=name, digest=digest(name))
+        tables.append(f"{table}expires = {now + timedelta(days)}\n")
+    (tmp_path / "keys").write_text("".join(tables))
+    Keys(tmp_path / "keys")
+    (line,) = caplog.messages
+    assert line == (
+        "keys that expire within 14 days: "
+        f"past ({now - timedelta(100)}), soon ({now + timedelta(13)})"
+    )
+
+
 def test_a_file_of_keys_has_a_limit(tmp_path: Path) -> None:
     file = file_of(tmp_path / "keys", one="first")
     text = file.read_text()
@@ -213,6 +231,18 @@ def test_a_changed_file_is_read_again_and_counts_go_on(
     assert keys.find(b"Bearer second") is None
     assert keys.find(b"Bearer other") is not two
     assert keys.find(b"Bearer first") is not one, "its entry is another"
+
+
+def test_files_whose_permissions_change_are_read_again(tmp_path: Path) -> None:
+    file, modes = file_of(tmp_path / "keys", one="first"), []
+    files = WatchedFiles([file], lambda: modes.append(file.stat().st_mode & 0o777), "keys")
+    files.read()
+    files.look()
+    first = file.stat()
+    while file.stat().st_ctime_ns == first.st_ctime_ns:  # its clock has ticks of milliseconds
+        file.chmod(0o640)
+    files.look()
+    assert modes == [first.st_mode & 0o777, 0o640]
 
 
 NO_FLOAT = f"[a]\nsha256 = '{'0' * 64}'\nscopes = ['admin']\ntokens_per_minute = {'9' * 400}"

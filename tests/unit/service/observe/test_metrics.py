@@ -120,3 +120,16 @@ def test_the_exposition_is_that_of_prometheus_client(accept: str) -> None:
         gauge.set(value)
         expected = choose_encoder(accept)[0](registry)
         assert encode(registry.collect(), openmetrics=bool(accept)) == expected
+
+
+def test_a_scrape_stays_small() -> None:
+    """With the default models, and a request to each route of each model."""
+    models = ["bert@1", "bert-tasks@1", "distilbert@1"]
+    metrics = Metrics(models)
+    for number in range(11):
+        metrics.create_request_series(f"/{number}", models, [200, 429, 500, 503, 504])
+        for model in models:
+            metrics.observe_request(answered(model=model, route=f"/{number}"))
+    text = metrics.exposition("")[0]
+    assert 1000 < text.count(b"\n") < 1400
+    assert len(text) < 130_000

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -240,6 +240,29 @@ async def test_a_silent_child_is_killed(
     expected_s = max(reports_at, default=0.0) + limit_s + stopped_s
     assert killed == pytest.approx(expected_s, abs=1.5)
     assert child.ready.is_set() == bool(reports_at)
+
+
+@pytest.mark.anyio
+async def test_a_child_that_was_killed_is_started_again(
+    listener: socket.socket, tmp_path: Path
+) -> None:
+    class Hangs(Child):
+        """A child that reports once, and then hangs."""
+
+        __slots__ = ()
+
+        async def _start(self, *_: Any) -> asyncio.StreamReader:
+            reports, running = asyncio.StreamReader(), Silent()
+            self.process = cast(Any, running)
+            started.append(running)
+            reports.feed_data(b"1")
+            return reports
+
+    started: list[Silent] = []
+    with pytest.raises(TimeoutError):
+        child = Hangs("engine-0", (), listener, clock=LOOP_CLOCK)
+        await asyncio.wait_for(kept(child, tmp_path), 15)
+    assert [len(process.killed) for process in started] == [1, 0]
 
 
 def test_a_child_reports_and_its_end_is_seen(listener: socket.socket, tmp_path: Path) -> None:

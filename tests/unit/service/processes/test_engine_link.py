@@ -181,6 +181,18 @@ async def test_the_expected_wait_is_the_shortest_of_the_running_engines() -> Non
     assert engines.wait().seconds == 0.0
 
 
+async def test_waits_of_many_lines_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert EngineLink._MAX_WAITS == 4096
+    monkeypatch.setattr(EngineLink, "_MAX_WAITS", 2)
+    engines = Engines()
+    wire = engines.start()
+    for name, kept in (("a", 1), ("b", 2), ("c", 1)):
+        engines.submit(client=name)
+        engines.answer(0, wire.sent[-1], RESULT, 3.0)
+        assert len(engines.links[0]._waits) == kept
+        assert engines.wait(name).seconds > 2.9
+
+
 async def test_kept_requests_up_to_the_limit_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineLink, "_MAX_KEPT_TOKENS", 10)
 

@@ -27,6 +27,7 @@ from cloze.service.processes.children import ChildConfig
 from cloze.service.processes.engine_process import EngineServer, FrontEndChannel, _exit_soon
 from cloze.service.processes.frontend import EngineLink, RemoteQueue
 from cloze.service.settings import Settings
+from tests.http.test_tracing import collecting
 from tests.support import encodings
 from tests.support.encodings import submit
 from tests.support.fake_engine import FakeEngine
@@ -279,6 +280,17 @@ async def asked(path: Path, fork: Fork) -> None:
             fork.send(signal.SIGTERM)
         connecting.cancel()
         await asyncio.gather(connecting, return_exceptions=True)
+
+
+def test_a_process_sends_its_last_spans(path: Path) -> None:
+    with (
+        collecting() as (collector, url),
+        engine_fork(path, lambda *_: FakeEngine(), traces_endpoint=url) as (fork, _),
+    ):
+        ask(path, b"embedding", trace=f"00-{'a' * 32}-{'b' * 16}-01")
+        fork.send(signal.SIGTERM)
+        assert fork.code() == 0, fork.log
+        assert len(collector.spans) == 1
 
 
 def test_a_process_that_cannot_start_says_why(path: Path) -> None:

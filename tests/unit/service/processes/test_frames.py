@@ -264,6 +264,16 @@ async def fed(*pieces: bytes) -> tuple[list[bytes], bool]:
         return recorder.messages, recorder._transport.is_closing()
 
 
+async def test_messages_arrive_in_any_pieces_up_to_the_longest_length() -> None:
+    stream = framed(b"one", b"", b"seventeen", b"x")
+    for size in (1, 3, 4, 5, 99):
+        for end, last in ((len(stream), [b"x"]), (len(stream) - 1, [])):
+            pieces = [stream[at : min(at + size, end)] for at in range(0, end, size)]
+            assert await fed(*pieces) == ([b"one", b"", b"seventeen", *last], False)
+    assert await fed(struct.pack("=I", 2**30)) == ([], False)
+    assert await fed(struct.pack("=I", 2**30 + 1)) == ([], True)
+
+
 async def test_a_message_that_is_not_handled_closes_the_connection(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -1,6 +1,7 @@
 """A front end in a fork, with an engine that this process plays."""
 
 import asyncio
+import hashlib
 import http.client
 import os
 import select
@@ -33,9 +34,12 @@ class FrontEnd:
     def until_ready(self) -> None:
         assert os.read(self.reports, 1) == b"1", self.fork.log
 
-    def ask(self, method: str, path: str, body: str | None = None) -> tuple[int, str]:
+    def ask(
+        self, method: str, path: str, body: str | None = None, key: str = ""
+    ) -> tuple[int, str]:
         connection = http.client.HTTPConnection(*self.address, timeout=20)
-        connection.request(method, path, body, {"content-type": "application/json"})
+        headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+        connection.request(method, path, body, headers)
         answer = connection.getresponse()
         text = answer.read().decode()
         connection.close()
@@ -56,7 +60,10 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.s
 @contextmanager
 def front_end(folder: Path) -> Iterator[FrontEnd]:
     reader, writer = os.pipe()
-    settings = Settings(model_store=folder / "store", model=("tiny@1",))
+    digest = hashlib.sha256(b"secret").hexdigest()
+    keys = folder / "keys.toml"
+    keys.write_text(f'[ops]\nsha256 = "{digest}"\nscopes = ["admin", "inference"]\n')
+    settings = Settings(model_store=folder / "store", model=("tiny@1",), keys_file=keys)
     sockets = (folder / "engine-0.sock", folder / "engine-1.sock")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -124,8 +131,11 @@ def test_a_front_end_answers_and_ends(tmp_path: Path, engine: socket.socket) -> 
         def test() -> None:
             server.until_ready()
             assert server.ask("GET", "/readyz")[0] == 200
-            status, text = server.ask("POST", "/embed", '{"inputs": "the house"}')
+            status, text = server.ask("POST", "/embed", '{"inputs": "the house"}', "secret")
             assert (status, "played" in text) == (500, True)
+            status, text = server.ask("POST", "/admin/reload", key="secret")
+            assert (status, "needs a roll of the replicas" in text) == (409, True)
+            assert server.ask("POST", "/admin/reload")[0] == 401
             server.fork.send(signal.SIGTERM)
             assert server.fork.code() == 0
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from cloze.service.server import acceptor as acceptor_module
 from cloze.service.server.acceptor import Acceptor, Probes
 
 pytestmark = pytest.mark.anyio
@@ -167,6 +169,31 @@ async def test_an_acceptor_accepts_from_its_begin_until_it_is_closed(
             await asyncio.sleep(0.05)
             with pytest.raises(BlockingIOError):
                 late.recv(1)
+
+
+class FullOnce(socket.socket):
+    """A listening socket of a process that has run out of files once."""
+
+    failed = False
+
+    def accept(self) -> Any:
+        if not self.failed:
+            self.failed = True
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().accept()
+
+
+async def test_a_process_without_files_accepts_again_after_a_pause(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(acceptor_module, "_PAUSE_S", 0.01)
+    with FullOnce() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        async with accepting(listener) as acceptor:
+            acceptor.begin()
+            assert await received(connect(listener)) == b"hello"
+    assert caplog.messages == ["connections wait: Too many open files"]
 
 
 async def test_connections_of_clients_that_have_gone_are_closed(listener: socket.socket) -> None:

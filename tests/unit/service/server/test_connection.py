@@ -1,9 +1,11 @@
 """One connection: its bytes, its time limits, and what it counts for."""
 
 import asyncio
+import gc
 import json
 import logging
 import socket
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -568,6 +570,23 @@ async def test_an_address_has_a_limit() -> None:
     assert world.table._open == 2
 
 
+async def test_a_lost_connection_leaves_nothing(reasons: Callable[[], list[str]]) -> None:
+    world = World()
+    hanging, answered, quiet = world.connect(), world.connect(), world.connect()
+    hanging.protocol.data_received(post("/hang"))
+    answered.protocol.data_received(GET)
+    await settle()
+    for transport in (hanging, answered, quiet):
+        transport.protocol.pause_writing()
+        transport.lose()
+        transport.protocol.on_response_complete()
+    assert (world.table._open, world.table.closed_count) == (0, 3)
+    assert not world.table.idle
+    assert not world.table._by_address, "else it grows by each address"
+    await asyncio.sleep(120)
+    assert reasons() == [], "their timers have ended"
+
+
 @pytest.mark.parametrize("path", ["/hang", "/begins"])
 @pytest.mark.parametrize("behind", [b"", post(), GET[:9]], ids=["alone", "whole", "part"])
 async def test_a_client_that_leaves_is_told_to_its_request(
@@ -588,6 +607,22 @@ async def test_a_client_that_leaves_is_told_to_its_request(
     assert len(world.seen) == 1, "those behind it are not started"
     assert not world.state.tasks
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+async def test_a_closed_connection_is_freed_when_its_cycles_are_collected() -> None:
+    world = World()
+    transport = world.connect()
+    transport.protocol.data_received(post() + post("/hang") + post())
+    await settle()
+    transport.lose()
+    world.release.set()
+    await settle()
+    world.closed.clear()
+    world.seen.clear()
+    freed = weakref.ref(transport.protocol)
+    del transport
+    gc.collect()
+    assert freed() is None
 
 
 # ---- the end of the server ---------------------------------------------------------------------

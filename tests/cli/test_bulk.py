@@ -46,9 +46,6 @@ def store(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]
     return root
 
 
-# ---- formats -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("suffix", "output_format"), [("parquet", "parquet"), ("jsonl", "parquet"), ("csv", "jsonl")]
 )
@@ -136,9 +133,6 @@ def test_a_large_row_group_is_not_read_at_once(tmp_path: Path) -> None:
     assert most < size / 4
 
 
-# ---- answers -------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def server(store: Path) -> Iterator[Server]:
     with running_server(store) as server:
@@ -218,9 +212,6 @@ def test_long_texts_are_cut_divided_or_refused(store: Path, tmp_path: Path) -> N
     assert long["error"] == "text has 402 tokens; the model reads 160, and long_text is error"
     assert long["embedding"] is long["tokens"] is long["truncated"] is None
     assert short["error"] is None
-
-
-# ---- resuming ------------------------------------------------------------------------------------
 
 
 def stamps(folder: Path) -> dict[str, tuple[int, int]]:

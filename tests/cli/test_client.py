@@ -65,9 +65,6 @@ def test_refusals_are_told(client: Client) -> None:
         assert caught.value.request_id
 
 
-# ---- cloze ask -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("arguments", "columns"),
     [

@@ -59,9 +59,6 @@ def test_a_wrong_setting_is_a_problem(tiny_store: Path, monkeypatch: pytest.Monk
     assert found["settings"]["finding"].startswith("CLOZE_WORKERS: ")
 
 
-# ---- tables --------------------------------------------------------------------------------------
-
-
 def test_a_listed_bundle_has_its_values_as_json(tiny_store: Path) -> None:
     done = CliRunner().invoke(cli, ["store", "list", "--json", "--model-store", str(tiny_store)])
     rows = {row["bundle"]: row for row in map(json.loads, done.stdout.splitlines())}

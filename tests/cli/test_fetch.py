@@ -80,9 +80,6 @@ def last_line(done: Result) -> str:
     return done.stderr.splitlines()[-1]
 
 
-# ---- where a model comes from ----------------------------------------------------------------------
-
-
 def test_an_archive_is_fetched_once_and_served_from_the_store(
     objects: ObjectStore, bundle: Path, tmp_path: Path
 ) -> None:
@@ -163,9 +160,6 @@ def test_a_repository_is_fetched_once(
     shutil.rmtree(tmp_path / "hub")
     assert fetch_apart(store, **environment).stdout == "bert@1\n"
     assert len(hub.asked) == asked
-
-
-# ---- what is refused -------------------------------------------------------------------------------
 
 
 def test_another_hash_leaves_nothing(objects: ObjectStore, bundle: Path, tmp_path: Path) -> None:
@@ -285,9 +279,6 @@ def test_wrong_arguments_are_one_line(
     assert done.exit_code in (1, 2)
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"cloze: {message}")
-
-
-# ---- several processes ---------------------------------------------------------------------------
 
 
 def test_two_processes_add_one_checkpoint_once(

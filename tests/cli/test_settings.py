@@ -55,9 +55,6 @@ def test_workers_default_to_the_cores_there_are() -> None:
     assert load_settings({"intra_op_threads": 1000}).worker_count(Device.CPU) == 1
 
 
-# ---- the default model of a task -----------------------------------------------------------------
-
-
 def defaults(store: Path, **settings: object) -> dict[str, str]:
     """Return the default model of each task of a service with these settings."""
     chosen = load_settings({"model_store": store, **settings})

@@ -35,9 +35,6 @@ def mounts(service: str) -> dict[PurePosixPath, str]:
     return {PurePosixPath(words[1]): words[0] for words in pairs}
 
 
-# ---- what can be checked without an image -----------------------------------------------------------
-
-
 def test_grafana_finds_prometheus_and_the_dashboard() -> None:
     """Its image cannot be had everywhere, so the files are checked against the mounts."""
     places = mounts("grafana")
@@ -76,9 +73,6 @@ def test_a_container_cannot_take_the_machine(service: str) -> None:
     assert isinstance(body.get("depends_on", []), list)
     for source in mounts(service).values():
         assert source in COMPOSE["volumes"] or (ROOT / source).exists(), source
-
-
-# ---- run --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -81,9 +81,6 @@ def tool(name: str) -> str:
     return path
 
 
-# ---- tools' own checks -------------------------------------------------------------------------------------------------
-
-
 def test_hadolint_accepts_the_dockerfile() -> None:
     done = subprocess.run(
         [Path(sys.executable).with_name("hadolint"), ROOT / "Dockerfile"],
@@ -96,9 +93,6 @@ def test_prometheus_accepts_its_configuration() -> None:
     command = [tool("promtool"), "check", "config", str(ROOT / "monitoring/prometheus.yml")]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-
-
-# ---- agreement with the service ----------------------------------------------------------------------------------------
 
 
 def test_every_variable_is_a_setting() -> None:
@@ -210,9 +204,6 @@ def test_a_drain_ends_before_the_kill(monkeypatch: pytest.MonkeyPatch) -> None:
     drain_s = settings.drain_s + settings.shutdown_grace_ms / 1000 + _DRAIN_MARGIN_S
     period = COMPOSE["services"]["cloze"]["stop_grace_period"]
     assert drain_s < int(period.removesuffix("s"))
-
-
-# ---- least privilege ---------------------------------------------------------------------------------------------------
 
 
 def test_the_user_is_the_same_number_and_not_root() -> None:

@@ -245,9 +245,6 @@ def test_in_every_combination(renders: Renders, check: Callable[[list[Object]], 
             raise
 
 
-# ---- KServe --------------------------------------------------------------------------------------
-
-
 def kserve_pod() -> Object:
     """Check both objects of KServe; return the pod that KServe makes of them."""
     service, runtime = (
@@ -287,9 +284,6 @@ def test_the_pod_of_kserve_is_that_of_the_base(
     settings = of_kind(renders["cpu", ()], "ConfigMap")["data"]
     assert environment == settings | {"CLOZE_MODEL_STORE": "/mnt/models"}
     assert "CLOZE_ALLOW_ANONYMOUS" not in environment, "nothing here keeps others out"
-
-
-# ---- from outside --------------------------------------------------------------------------------
 
 
 def admitted(component: str) -> dict[str, bool]:
@@ -379,9 +373,6 @@ def test_the_prometheus_rule_has_the_rules() -> None:
     rule = yaml.safe_load((ROOT / "k8s/components/monitoring/prometheusrule.yaml").read_text())
     rules = yaml.safe_load((ROOT / "monitoring/rules.yml").read_text())
     assert rule["spec"] == rules
-
-
-# ---- a bulk run on Ray ---------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

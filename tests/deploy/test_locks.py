@@ -79,9 +79,6 @@ def test_every_dependency_of_what_serves_is_locked_and_no_other() -> None:
     assert wanted - {"cloze-client"} == pins(lock("cpu")).keys()
 
 
-# ---- the index, asked ------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_locks_are_what_the_script_writes(tmp_path: Path) -> None:

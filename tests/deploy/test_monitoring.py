@@ -210,9 +210,6 @@ def test_keda_finds_one_number(prometheus: Scraped) -> None:
     assert trigger["ignoreNullValues"] == "false", "a query that finds nothing must not say 0"
 
 
-# ---- stories on a real Prometheus ----------------------------------------------------------------
-
-
 def firing(url: str) -> set[str]:
     """Return the names of the alerts that fire."""
     alerts = httpx.get(f"{url}/api/v1/alerts").json()["data"]["alerts"]

@@ -164,8 +164,6 @@ def test_a_user_without_a_home_reads_what_ships(
     assert default_root(tmp_path) == SHIPPED_ROOT
 
 
-# ---- the client alone ----------------------------------------------------------------------------
-
 CLIENT = ["httpx", "numpy", "tqdm"]
 """What the client needs."""
 
@@ -243,9 +241,6 @@ def test_both_distributions_say_the_same() -> None:
     for field in ("version", "requires-python"):
         assert client[field] == server[field]
     assert [re.match(r"\w+", needed)[0] for needed in client["dependencies"]] == CLIENT  # type: ignore[index]
-
-
-# ---- how to install more -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

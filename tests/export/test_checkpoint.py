@@ -57,9 +57,6 @@ def edit_config(folder: Path, **changes: object) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-# ---- forms ---------------------------------------------------------------------------------------------------------
-
-
 def in_files(suffix: str, parts: int) -> Callable[[Path], None]:
     """Return a change of the file of weights: to another format, or to some shards."""
 
@@ -205,9 +202,6 @@ def test_without_a_class_the_task_says_which_head_the_tensors_are(
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
-# ---- links -------------------------------------------------------------------------------------------------------
-
-
 def in_a_cache(folder: Path, root: Path) -> Path:
     """Move a folder to a snapshot of the hub's cache, which has links, also to folders."""
     blobs, snapshot = root / "models--tiny--bert/blobs", root / "models--tiny--bert/snapshots/86b5"
@@ -268,9 +262,6 @@ def test_a_license_that_is_not_one_name_is_not_guessed(folder: Path, front: str)
     assert load_checkpoint(str(folder)).license is None
     (folder / "README.md").write_text("---\nlicense: mit\n---\nlicense: none\n")
     assert load_checkpoint(str(folder)).license == "mit"
-
-
-# ---- damage --------------------------------------------------------------------------------------------------------
 
 
 def cut(name: str, size: int) -> Callable[[Path], None]:

@@ -89,9 +89,6 @@ def test_every_graph_of_a_default_bundle_is_accepted(name: str) -> None:
         assert len(read_goldens(bundle, parity.golden_file, graph.layout)) == 2
 
 
-# ---- what is refused -----------------------------------------------------------------------------
-
-
 def name_a_file_outside(_: Path, body: Body) -> None:
     body["files"]["../evil"] = body["files"].pop(body["graph"]["file"])
     body["graph"]["file"] = "../evil"
@@ -212,9 +209,6 @@ def test_a_manifest_that_is_no_manifest_is_refused(
     else:
         (folder / "manifest.json").write_bytes(content)
     assert_one_line(refusal(tmp_path), message, start="the manifest of bert@1")
-
-
-# ---- processes -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("frontends", ["0", pytest.param("1", marks=pytest.mark.slow)])

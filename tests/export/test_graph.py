@@ -116,9 +116,6 @@ def test_kernels_that_are_not_there_are_not_replaced_silently(
     assert not store.references()
 
 
-# ---- stored weights ------------------------------------------------------------------------------
-
-
 def weight_bytes(manifest: Manifest) -> int:
     return sum(file.size for name, file in manifest.files.items() if name.endswith(".bin"))
 

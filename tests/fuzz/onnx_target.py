@@ -41,9 +41,6 @@ def small_model() -> onnx.ModelProto:
     return helper.make_model(graph, ir_version=10)
 
 
-# ---- generated files -----------------------------------------------------------------------------
-
-
 def tree_of(message: Message) -> list[Any]:
     """Return a message as a list of [number of a field, value]; a value may be such a list."""
     return [
@@ -90,9 +87,6 @@ def damaged_trees(draw: st.DrawFn) -> bytes:
     for _ in range(draw(st.integers(0, 3))):
         tree = draw(damaged_json(tree))
     return write(tree)
-
-
-# ---- the check -----------------------------------------------------------------------------------
 
 
 def check(data: bytes, _: Path) -> bool:

@@ -41,7 +41,6 @@ LABELS = ("O", "B-PER", "I-PER")
 WIDTH = 8
 """Size of hidden states and embeddings."""
 
-# ---- bodies --------------------------------------------------------------------------------------
 
 pieces = st.one_of(
     st.sampled_from(["the", " ", "a king", "Paris", "[MASK]", " [MASK] ", "[CLS]", "[SEP]", "##s"]),
@@ -98,9 +97,6 @@ def bodies(route: str) -> st.SearchStrategy[bytes]:
 
 
 requests = st.sampled_from(sorted(ROUTES)).flatmap(bodies)
-
-
-# ---- the check -----------------------------------------------------------------------------------
 
 
 @cache

@@ -315,9 +315,6 @@ def test_results_are_those_of_peft(
     np.testing.assert_allclose(array(engine.run(batch)[0]), wanted.numpy(), rtol=0, atol=1e-5)
 
 
-# ---- adapters that break, change, go or crowd each other while a server answers by them ------------
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, base_model: BertForPreTraining) -> Path:
     """Return a folder of good adapters and of bad ones."""

@@ -74,9 +74,6 @@ def test_front_ends_answer_as_one_process(server: Server, front_ends: Server, pa
     assert ours.headers["x-compute-tokens"] == theirs.headers["x-compute-tokens"]
 
 
-# ---- huggingface_hub, as released ---------------------------------------------------------------
-
-
 @pytest.fixture(params=["by-route", "by-base"])
 def client(request: pytest.FixtureRequest, server: Server) -> Callable[[str], InferenceClient]:
     """Return a function of a route: a client of the route, or of the server's address alone."""

@@ -64,9 +64,6 @@ def space(described: Manifest, precision: str = "fp32", **changes: Any) -> str |
     return embedding_space(described, precision, replace(recipe, **changes))
 
 
-# ---- what changes the name -----------------------------------------------------------------------
-
-
 def test_a_name_and_another_export_leave_the_space(
     checkpoint: Path, store: Path, tmp_path: Path
 ) -> None:
@@ -94,9 +91,6 @@ def test_a_bundle_that_does_not_say_enough_has_no_name() -> None:
     projected = described.embedding.model_copy(update={"projected": True})
     assert space(described.model_copy(update={"embedding": projected})) is None
     assert space(described, "") is None, "no engine runs"
-
-
-# ---- where the name stands -----------------------------------------------------------------------
 
 
 TENSOR = {"name": "text", "shape": [1], "datatype": "BYTES", "data": ["a"]}
@@ -156,9 +150,6 @@ def test_models_and_clients_name_the_space(server: Server, store: Path) -> None:
         with pytest.raises(RequestRefused, match="412"):
             client.embed("a", expect_embedding_space="another")
         assert client.embed("a", expect_embedding_space=own).shape == (1, 48)
-
-
-# ---- roles ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("word", "role"), [

@@ -62,9 +62,6 @@ def oracle(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> tupl
     return request.param, Oracle(checkpoints[request.param], request.param)
 
 
-# ---- words ---------------------------------------------------------------------------------------
-
-
 def test_words_have_the_probability_of_all_their_tokens(
     server: Server, oracle: tuple[str, Oracle]
 ) -> None:
@@ -78,9 +75,6 @@ def test_words_have_the_probability_of_all_their_tokens(
     by_name = {word["token_str"]: word for word in words}
     assert len(by_name["unhealthy"]["tokens"]) > 1
     assert by_name["unhealthy"]["sequence"] == "the unhealthy was red"
-
-
-# ---- several masks together ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["left-to-right", "beam"])

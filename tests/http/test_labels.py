@@ -96,9 +96,6 @@ def plain(value: Any) -> Any:
     return getattr(value, "item", lambda: value)()
 
 
-# ---- texts ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("model", CLASSIFIERS)
 @pytest.mark.parametrize(
     "parameters",
@@ -114,9 +111,6 @@ def test_labels_of_texts_are_those_of_transformers(
     for text, ours in zip(inputs, answer.json(), strict=True):
         theirs = oracle(text, truncation=True, **{"top_k": None} | parameters)
         assert_close(ours, plain(theirs))
-
-
-# ---- tokens --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", TAGGERS)
@@ -148,9 +142,6 @@ def test_long_texts_in_windows_are_those_of_transformers(
     assert_close(answer.json(), plain(oracle(LONG, **asked)))
 
 
-# ---- labels of one's own -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("parameters", [
     {}, {"multi_label": True}, {"candidate_labels": ["red"]},
     {"hypothesis_template": "{} is the king of the house"},
@@ -172,9 +163,6 @@ def test_own_labels_need_a_model_of_inferences(server: Server) -> None:
     body = {"inputs": "a", "parameters": {"candidate_labels": ["b"]}, "model": "single"}
     answer = httpx.post(f"{server.url}/zero-shot-classification", json=body)
     assert error_of(answer) == (424, "task_not_supported")
-
-
-# ---- other ways to ask ---------------------------------------------------------------------------
 
 
 def test_the_released_client_of_hugging_face_reads_answers(server: Server) -> None:

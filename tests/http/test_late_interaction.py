@@ -132,9 +132,6 @@ def test_queries_of_one_batch_attend_to_their_own_tokens(store: Store) -> None:
     assert np.abs(run((0, 3))[0] - run((0, 4))[0]).max() > 0.01
 
 
-# ---- embedding spaces ----------------------------------------------------------------------------
-
-
 def _settings(**changes: Any) -> Callable[[Path], None]:
     def edit(folder: Path) -> None:
         file = folder / "config_sentence_transformers.json"
@@ -230,9 +227,6 @@ def test_a_bundle_of_an_earlier_release_has_no_name_for_them(store: Store) -> No
     assert Manifest.from_bytes(described.to_bytes()).source == described.source
 
 
-# ---- BGE-M3 --------------------------------------------------------------------------------------
-
-
 class M3:
     """FlagEmbedding's three vectors of a BGE-M3, over transformers' encoder."""
 
@@ -287,9 +281,6 @@ def test_three_heads_of_a_bge_m3_are_those_of_its_library(
     expected_scores = [max_sim(query, document) / len(query) for document in documents]
     ours = {row["index"]: row["score"] for row in ranks(server, "bge", QUERIES[0])}
     assert [ours[i] for i in range(4)] == pytest.approx(expected_scores, abs=1e-4)
-
-
-# ---- what is refused -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("settings", "problem"), [

@@ -67,8 +67,6 @@ def client(store: Path) -> Iterator[TestClient]:
         yield client
 
 
-# ---- left truncation that keeps the head, cuts inside a character, or counts bytes ---------------
-
 TENSOR = {"name": "text", "shape": [1], "datatype": "BYTES", "data": ["TEXT"]}
 LEFT = {"truncation_direction": "left"}
 TWO = MODEL_TOKENS - 2

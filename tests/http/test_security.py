@@ -177,9 +177,6 @@ def test_probes_and_pages_need_no_key(guarded: Guarded) -> None:
     assert guarded.get("/info").status_code == 401
 
 
-# ---- hosts, origins, pages -----------------------------------------------------------------------
-
-
 def test_an_open_address_without_keys_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     for allows, lines in ((True, 0), (False, 1)):
         settings = Settings(host="0.0.0.0", port=0, allow_anonymous=allows)
@@ -222,9 +219,6 @@ def test_origins_are_refused_unless_named(tiny_store: Path, every_task: Server) 
         evil = asks | {"origin": "https://evil.example"}
         other = httpx.options(f"{server.url}/embed", headers=evil)
         assert "access-control-allow-origin" not in other.headers
-
-
-# ---- TLS -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

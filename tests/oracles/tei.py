@@ -64,9 +64,6 @@ def save_models(root: Path) -> dict[str, Path]:
     return folders
 
 
-# ---- the requests ------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Case:
     """A request: a JSON value, or raw bytes.
@@ -88,9 +85,6 @@ class Case:
     def name(self) -> str:
         """The request in one line."""
         return f"{self.route} {self.content.decode(errors='replace')[:150]}"
-
-
-# ---- the answers ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,8 +103,6 @@ class Schedule:
         self.runs = 0  # encodings that the engine ran to the end
         self.steps: list[Step] = []
 
-    # ---- steps ----------------------------------------------------------------------------------
-
     def possible(self) -> Iterator[Step]:
         """Yield the steps that can be made now."""
         if self.submitted < len(self.requests):
@@ -234,8 +232,6 @@ class Schedule:
             request.ran.add(queued.position)
             if request.is_pending and len(request.ran) == len(request.lengths):
                 request.outcome = RESULT
-
-    # ---- invariants -----------------------------------------------------------------------------
 
     def _check(self) -> None:
         scheduler, queue = self.scheduler, self.scheduler._queue

@@ -4,8 +4,6 @@ from collections.abc import Callable, Sequence
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from cloze.export.load.tokenizer import CheckpointTokenizer, describe_tokenizer
-from cloze.export.load.tokenizer_files import SPECIAL_TOKENS
 from cloze.export.measure.texts import GateTexts
 from cloze.model_store.batch import Encoding, HeadOutputs
 from tests.support.vocabulary import vocabulary
@@ -45,11 +43,6 @@ def tokenizer(*, mask: bool = True) -> Tokenizer:
         special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)],
     )
     return made
-
-
-def checkpoint_tokenizer(*, mask: bool = True) -> CheckpointTokenizer:
-    """Return the tokenizer as export describes it."""
-    return describe_tokenizer(tokenizer(mask=mask), SPECIAL_TOKENS)
 
 
 def gate_texts(**changes: object) -> GateTexts:

@@ -24,9 +24,6 @@ from tests.support.refusals import error_of
 from tests.support.serving import Server, running_server
 from tests.support.waiting import wait_until
 
-# ---- over HTTP -----------------------------------------------------------------------------------
-
-
 SLOW = {"CLOZE_WORKERS": "1", "CLOZE_MAX_BATCH_TOKENS": "1", "CLOZE_MAX_QUEUE_WAIT_MS": "250"}
 """With the word moon, a text takes 0.15 s, so the third one would wait too long."""
 

@@ -25,8 +25,6 @@ from cloze.service.tasks.wire import NoParameters
 from tests.support.refusals import error_of
 from tests.support.serving import Server, running_server
 
-# ---- the toy task: how large a text's embedding is -----------------------------------------------
-
 
 @dataclass(frozen=True, slots=True)
 class Length:
@@ -66,9 +64,6 @@ def main() -> int:
     settings = load_settings(dict(zip(names, sys.argv[2::2], strict=True)))
     begin(settings)
     return serve_in_one_process(settings, tasks={**TASKS, TOY.name: TOY})
-
-
-# ---- the tests -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -4,15 +4,8 @@ import json
 import subprocess
 import sys
 
-HEAVY = [
-    "torch",
-    "transformers",
-    "onnx",
-    "safetensors",
-    "huggingface_hub",
-    "sentence_transformers",
-    "cloze.export",
-]
+HEAVY = ["torch", "transformers", "onnx", "safetensors", "huggingface_hub", "sentence_transformers"]
+HEAVY += ["cloze.export"]
 
 
 def modules_after(code: str) -> list[str]:

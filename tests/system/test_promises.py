@@ -46,9 +46,6 @@ both_forms = pytest.mark.parametrize(
 )
 
 
-# ---- 1: every accepted request is answered exactly once -------------------------------------------------------------
-
-
 def test_1_every_request_is_answered_whatever_happens(tiny_store: Path) -> None:
     """Good, slow, poisonous and oversized requests together: each gets the one answer it should."""
     kinds = {"paris walk": 200, "moon": 200, "sun": 500, "": 400}
@@ -130,9 +127,6 @@ def test_1_work_of_a_client_that_left_is_dropped(tiny_store: Path) -> None:
         )
 
 
-# ---- 2: a poisonous item never harms its batch-mates -----------------------------------------------------------------
-
-
 def test_2_batch_mates_of_a_poisonous_text_get_their_answers(tiny_store: Path) -> None:
     with front_ends(tiny_store, CLOZE_WORKERS="1") as faulty, ThreadPoolExecutor(1) as pool:
         expected = {word: embed(faulty, word).json() for word in WORDS}
@@ -155,9 +149,6 @@ def test_2_batch_mates_of_a_poisonous_text_get_their_answers(tiny_store: Path) -
         assert httpx.get(f"{faulty.url}/healthz").status_code == 200
 
 
-# ---- 3: a batched answer equals the single answer (the same against torch: test_graph, test_answers, test_main_job) ----
-
-
 def test_3_batched_equals_single_for_mixed_tasks(server: Server) -> None:
     requests: list[tuple[str, dict[str, Any]]] = []
     for word in WORDS:
@@ -178,9 +169,6 @@ def test_3_batched_equals_single_for_mixed_tasks(server: Server) -> None:
         for _ in range(3):
             for batched, alone in zip(pool.map(post, requests), single, strict=True):
                 assert_close(batched, alone)
-
-
-# ---- 4: a dead engine is known, and ends the process -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -374,9 +362,6 @@ def test_4_nobody_outlives_the_supervisor(tiny_store: Path) -> None:
         wait_until(lambda: not any(file.exists() and file.read_bytes() for file in files))
 
 
-# ---- 5: no silent CPU ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
@@ -398,9 +383,6 @@ def test_5_the_server_starts_on_what_was_asked_for_or_not_at_all(
     assert "listening" not in result.stderr
 
 
-# ---- 6: a bundle never executes code and fails on a wrong hash ---------------------------------------------------------
-
-
 def test_6_a_flipped_byte_stops_the_start(tiny_store: Path, tmp_path: Path) -> None:
     store = shutil.copytree(tiny_store, tmp_path / "store")
     file = store / "bert" / "1" / "golden.json"
@@ -419,9 +401,6 @@ def test_6_nothing_in_service_or_store_can_unpickle() -> None:
             file.read_text(),
         )
         assert not found, f"{file.name}: {found}"
-
-
-# ---- 7: SIGTERM ------------------------------------------------------------------------------------------------------
 
 
 @both_forms

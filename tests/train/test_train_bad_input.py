@@ -46,7 +46,6 @@ LONG = RECIPE.replace("steps = 10", "steps = 300")
 SINGLE = RECIPE.replace('"nsp"', '"none"')
 ORDER = RECIPE.replace('"nsp"', '"sop"')
 FURTHER = RECIPE.partition("[model]")[0].replace("vocabulary = {size = 120}", "")
-DISTILL_RECIPE = FURTHER.replace('"nsp"', '"none"')
 QUESTIONS_RECIPE = "epochs = 1\nsequences = 4\ntokens = 32\nstride = 4\nquestion_tokens = 8\n"
 EMBED_RECIPE = "epochs = 1\nsequences = 4\ntokens = 16\n"
 LINE = '{"text": "The old king sang a song."}\n'
@@ -118,12 +117,10 @@ def state(folder: Path) -> dict[str, object]:
     return torch.load(folder / "state.pt", weights_only=True)
 
 
-NO_PAIR = "the text is too short to make a single pair of sentences"
 ALONE = "next-sentence prediction needs at least 2 documents"
 UNKNOWN = "the vocabulary has no word of the text"
 PACKED = lzma.compress(LINE.encode() * 999)
 ALL_HELD_OUT = SINGLE.replace("held_out = 0.1", "held_out = 0.999999")
-NONE_HELD_OUT = ORDER.replace("held_out = 0.1", "held_out = 0.0")
 BAD_TEXTS = [
     ("empty.jsonl", b"\n", RECIPE, "there is no text: "),
     ("one.txt", b"The king sang a song. An owl saw it.\n", RECIPE, ALONE),

@@ -283,9 +283,6 @@ def test_each_option_is_sent_under_its_name(name: str) -> None:
         assert sent["decode" if option == "method" else option] == expected, option
 
 
-# ---- batches, errors, retries ------------------------------------------------------------------
-
-
 def test_no_input_is_one_request() -> None:
     recorded = answering([])
     assert recorded.client.fill_mask([]) == []

@@ -24,8 +24,6 @@ from cloze.model_store.onnx_file import DeclaredTensor, DeclaredWeight, OnnxGrap
 from cloze.model_store.protobuf import Field, Message, Wire
 from tests.support.task_model import VOCABULARY, manifest
 
-# ---- the wire format ---------------------------------------------------------------------------
-
 FIELDS = {
     1: Field("number", Wire.INTEGER),
     2: Field("text"),
@@ -88,9 +86,6 @@ def test_texts_parts_and_fixed_numbers() -> None:
 def test_malformed_messages(data: list[int], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         message(*data)
-
-
-# ---- ONNX --------------------------------------------------------------------------------------
 
 
 def model(change: Callable[[onnx.ModelProto], Any] = lambda _: None) -> bytes:
@@ -182,9 +177,6 @@ def test_a_second_graph_is_refused() -> None:
         parse_onnx(model(lambda _: None) + onnx.ModelProto(graph={"name": "g"}).SerializeToString())
 
 
-# ---- a graph and its manifest ------------------------------------------------------------------
-
-
 def test_a_graph_has_operators_of_known_domains() -> None:
     def of(*operators: tuple[str, str]) -> OnnxGraph:
         return OnnxGraph(frozenset(operators), {}, {}, {})
@@ -268,8 +260,6 @@ def test_tables_have_the_rows_of_the_manifest() -> None:
     architecture = manifest().architecture.model_dump() | {"type_vocab_size": 0}
     _check_tables(tables(token_type=None), manifest(architecture=architecture))
 
-
-# ---- golden files ------------------------------------------------------------------------------
 
 QA: dict[str, Any] = {"tasks": ["qa"], "embedding": None, "heads": {}}
 CASE: dict[str, Any] = {

@@ -40,9 +40,6 @@ def kept(root: Path, *versions: int, name: str = "tiny") -> Store:
     return one
 
 
-# ---- versions ----------------------------------------------------------------------------------
-
-
 def test_the_newest_version_is_meant_unless_one_is_named(tmp_path: Path) -> None:
     one = kept(tmp_path, 2, 10, 9)
     assert one.references() == ["tiny@2", "tiny@9", "tiny@10"]
@@ -87,9 +84,6 @@ def test_a_default_store_reads_the_package_s_bundles(
             one.remove(reference)
     one.remove("tiny")
     assert one.references() == ["other@1", "tiny@1", "tiny@2"]
-
-
-# ---- bundles of another store ------------------------------------------------------------------
 
 
 def test_a_bundle_keeps_its_name_and_version(tmp_path: Path) -> None:
@@ -140,9 +134,6 @@ def test_a_bundle_that_was_changed_is_refused(
     assert store.references() == []
 
 
-# ---- removal -----------------------------------------------------------------------------------
-
-
 def test_one_version_or_all_are_removed(tmp_path: Path) -> None:
     one = kept(tmp_path, 1, 2, 3)
     one.remove("tiny@2")
@@ -164,9 +155,6 @@ def test_other_files_of_a_name_stay(tmp_path: Path) -> None:
     (tmp_path / "tiny/notes").write_text("x")
     one.remove("tiny")
     assert [path.name for path in (tmp_path / "tiny").iterdir()] == ["notes"]
-
-
-# ---- staging -----------------------------------------------------------------------------------
 
 
 def test_folders_that_are_left_over_for_a_day_are_removed(tmp_path: Path) -> None:
@@ -202,9 +190,6 @@ def test_staging_makes_the_store_and_ends_with_an_error(tmp_path: Path) -> None:
         Store(tmp_path / "file").staging(),
     ):
         pass
-
-
-# ---- how more is installed ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

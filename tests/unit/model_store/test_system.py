@@ -84,9 +84,6 @@ def test_without_glibc_memory_is_left_to_the_system(
         system.return_freed_memory()
 
 
-# ---- locks -------------------------------------------------------------------------------------
-
-
 class Busy(Exception):
     pass
 

@@ -21,8 +21,6 @@ from cloze.service.machine import (
     write_gate,
 )
 
-# ---- processors and memory ---------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(
     ("files", "cpus"),
@@ -100,9 +98,6 @@ def test_the_memory_is_that_of_the_control_group_or_of_the_machine(
     assert memory_state(tmp_path) == (600, 1000)
     (tmp_path / "memory.max").write_text("900\n")
     assert memory_state(tmp_path) == (400, 900)
-
-
-# ---- files and threads -------------------------------------------------------------------------
 
 
 class Limits:

@@ -37,9 +37,6 @@ def written(path: Path, text: str | bytes) -> Path:
     return path
 
 
-# ---- files -------------------------------------------------------------------------------------
-
-
 def test_a_folder_gives_its_files_in_order(tmp_path: Path) -> None:
     for name in ("b.jsonl", "a.ndjson", "sub/c.jsonl", "_hidden/d.jsonl", ".e.jsonl", "notes.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -65,9 +62,6 @@ def test_inputs_that_cannot_be_read(tmp_path: Path, names: list[str], message: s
         written(tmp_path / name, "x\n")
     with pytest.raises(BulkError, match=message):
         input_files([tmp_path / name for name in names])
-
-
-# ---- text files --------------------------------------------------------------------------------
 
 
 def test_json_lines_are_divided_at_their_bytes(tmp_path: Path) -> None:
@@ -177,9 +171,6 @@ def test_rows_have_at_most_a_thousand_keys() -> None:
         types.add({"one more": 1})
 
 
-# ---- Parquet -----------------------------------------------------------------------------------
-
-
 def parquet(path: Path, rows: int, group: int = 3, **types: Any) -> Path:
     columns = {"text": pa.array([f"t{n}" for n in range(rows)]), "n": pa.array(range(rows))}
     columns |= {name: column.cast(types[name]) for name, column in columns.items() if name in types}
@@ -248,9 +239,6 @@ def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(BulkError, match=r"x.csv cannot be read: No such file"):
         list(reader.read(plan.shards[0]))
-
-
-# ---- columns and chunks ------------------------------------------------------------------------
 
 
 def test_text_columns() -> None:

@@ -53,9 +53,6 @@ def report(shard: int, **changes: Any) -> ShardReport:
     return ShardReport(shard, **(fields | changes))
 
 
-# ---- the folder --------------------------------------------------------------------------------
-
-
 def test_results_get_their_name_when_they_are_complete(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, FileFormat.JSONL)
     with folder.locked():
@@ -190,9 +187,6 @@ def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
     assert answers == [f"another run writes to {tmp_path}", "locked"]
 
 
-# ---- jobs --------------------------------------------------------------------------------------
-
-
 def test_the_columns_of_the_output() -> None:
     assert job().schema.names == ["id", "text", "embedding", "tokens", "truncated", "error"]
     few = job(id_column="id", prefix="x_")
@@ -214,9 +208,6 @@ def test_columns_that_collide_or_miss() -> None:
     job(taken, id_column="id").check_columns()
 
 
-# ---- the summary -------------------------------------------------------------------------------
-
-
 def test_a_summary_counts_both_runs_and_measures_this_one() -> None:
     earlier = [report(0, errors=1, truncated=1, precision="int8", first_error="row 2: no")]
     now = [report(1, rows=3, errors=1, tokens=50, first_error="row 1: bad")]
@@ -230,8 +221,6 @@ def test_a_summary_counts_both_runs_and_measures_this_one() -> None:
     assert summarize(job(), [], [report(1)], 0.0).first_error == ""
     assert summarize(job(), [], now, 1.0).first_error == "/in/b.csv, row 1: bad"
 
-
-# ---- files of results --------------------------------------------------------------------------
 
 RESULTS = pa.schema(
     [("value", pa.list_(pa.float32())), ("tokens", pa.int32()), ("truncated", pa.bool_()), ("error", pa.string())]
@@ -284,9 +273,6 @@ def test_json_lines_of_values_that_json_lacks(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-# ---- rows and requests -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -335,9 +321,6 @@ def test_totals_of_a_shard() -> None:
     _count(counted, 100, [GOOD, BAD])
     _count(counted, 100, [RowResult(1, 2, True, None), RowResult(None, None, None, "later")])
     assert counted == ShardReport(4, 4, 2, 1, 0, "fp32", "row 102: no")
-
-
-# ---- tasks -------------------------------------------------------------------------------------
 
 
 def test_values_of_the_result_columns() -> None:

@@ -55,9 +55,6 @@ def settings(store: Path, **changes: Any) -> Settings:
     return Settings(model_store=store, **changes)
 
 
-# ---- the model ---------------------------------------------------------------------------------
-
-
 def chosen(store: Path, task: str, **changes: Any) -> str:
     return choose_bundle(settings(store, **changes), BULK_TASKS[task], silent).manifest.reference
 
@@ -109,9 +106,6 @@ def test_parameters_are_checked_once(
     check_parameters(options, opened, BULK_TASKS[task], {})
     with pytest.raises(BulkError, match=message):
         check_parameters(options, opened, BULK_TASKS[task], parameters)
-
-
-# ---- the run -----------------------------------------------------------------------------------
 
 
 class Runner:

@@ -204,9 +204,6 @@ def test_an_error_that_is_not_expected_is_raised_as_it_is(
     assert engine.batches
 
 
-# ---- how much is in memory ---------------------------------------------------------------------
-
-
 def most_unwritten(job: BulkJob) -> tuple[int, int]:
     """Return the most chunks, and their most characters, that are read and not written."""
     read: list[Chunk] = []

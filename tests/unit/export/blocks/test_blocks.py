@@ -20,9 +20,6 @@ def without_gradients() -> Any:
         yield
 
 
-# ---- activations -------------------------------------------------------------------------------
-
-
 def test_activations_are_those_of_their_names() -> None:
     x = torch.linspace(-6, 6, 400_001)
     expected = {
@@ -41,8 +38,6 @@ def test_activations_are_those_of_their_names() -> None:
         assert activation.least <= values.min() < activation.least + 0.0015, name
     assert not torch.equal(expected["gelu"], expected["gelu_new"])
 
-
-# ---- sizes -------------------------------------------------------------------------------------
 
 SIZES: dict[str, Any] = {
     "family": "bert", "vocab_size": 1, "hidden_size": 1, "layers": 1, "heads": 1,

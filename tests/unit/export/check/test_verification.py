@@ -24,8 +24,6 @@ from tests.support.tiny_models import TOKENIZER, checkpoint, model
 
 TWO = (masked_lm.HEAD, embedding.HEAD)
 
-# ---- verification ------------------------------------------------------------------------------
-
 
 class Spy:
     """Runs a graph, records its batches, and may spoil the outputs of one of them."""
@@ -158,9 +156,6 @@ def test_each_batch_is_compared(call: int, cell: str, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=f"parity: .* at {cell} differs from torch by"):
         verify(tmp_path, subject, Spy(file, Layout.DENSE, spoil=call))
     assert not (tmp_path / "golden.json").exists()
-
-
-# ---- calibration -------------------------------------------------------------------------------
 
 
 def inputs_of(made: Model, linear: nn.Linear, tokens: int) -> torch.Tensor:

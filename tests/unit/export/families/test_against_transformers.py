@@ -138,8 +138,6 @@ def test_types_that_a_family_does_not_take_are_named(built: Any, copied: Any) ->
     assert any("a camembert takes type 0 for all tokens" in note for note in loaded.notes)
 
 
-# ---- local attention, gates and rotary positions -------------------------------------------------
-
 ALL_BIASES = {
     "attention_bias": True, "mlp_bias": True, "norm_bias": True, "classifier_bias": True,
 }  # fmt: skip
@@ -180,9 +178,6 @@ def test_lengths_around_the_window_are_those_of_transformers(tokens: int, tmp_pa
     assert same(ours(checkpoint, "masked_lm", ids), theirs(network, "masked_lm", ids))
 
 
-# ---- names of tensors ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_names_without_the_prefix_and_of_older_files_are_read(family: str, copied: Any) -> None:
     network, folder = copied(family, "token_classification")
@@ -216,9 +211,6 @@ def test_a_missing_tensor_of_the_encoder_is_named(family: str, built: Any) -> No
         others = {key: value for key, value in tensors.items() if key != name}
         with pytest.raises(ExportError, match="the checkpoint lacks"):
             load_model(others, FAMILIES[family], checkpoint.model.config, {})
-
-
-# ---- what is particular --------------------------------------------------------------------------
 
 
 def test_buckets_of_distances_are_those_of_transformers() -> None:

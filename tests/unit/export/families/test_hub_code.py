@@ -220,9 +220,6 @@ def random_ids(tokens: int = 7) -> Tensor:
     return torch.randint(8, 200, (2, tokens), generator=generator)
 
 
-# ---- NomicBERT -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("prefix", ["", "bert.", "nomic_bert."])
 def test_a_nomic_checkpoint_of_the_hub_gives_the_numbers_of_its_code(
     prefix: str, tmp_path: Path
@@ -268,9 +265,6 @@ def test_the_limit_of_a_nomic_checkpoint_is_that_of_its_training(
     assert load_checkpoint(str(tmp_path)).model.config.max_positions == limit
 
 
-# ---- GTE -----------------------------------------------------------------------------------------
-
-
 def unpacked(tensors: Tensors) -> Tensors:
     """Return the tensors as with ``pack_qkv`` false."""
     result = {}
@@ -310,9 +304,6 @@ def test_a_gte_without_types_and_without_scaling(tmp_path: Path) -> None:
     write(tmp_path, GTE | {"type_vocab_size": 0, "rope_scaling": None}, tensors)
     assert load_checkpoint(str(tmp_path)).model.encoder.embeddings.token_type is None
     assert same(states(tmp_path, random_ids()), gte_states(tensors, random_ids(), factor=1.0))
-
-
-# ---- heads and refusals --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -165,9 +165,6 @@ def test_mean_cosines_of_hidden_states(head: str, mean: float) -> None:
     assert figures == {f"{head}_cosine_mean": pytest.approx(mean)}
 
 
-# ---- labels of a checkpoint --------------------------------------------------------------------
-
-
 def test_labels_of_a_configuration() -> None:
     assert read_labels({"id2label": {"1": "b", "0": "a"}}) == ("a", "b")
     assert read_labels({}) == ("LABEL_0", "LABEL_1")
@@ -207,9 +204,6 @@ def test_the_problem_type_follows_from_the_labels() -> None:
     assert read_options({"problem_type": "regression"}).problem_type == "regression"
     with pytest.raises(ValueError, match="problem_type 'x' is not supported"):
         read_options({"problem_type": "x"})
-
-
-# ---- the gate ----------------------------------------------------------------------------------
 
 
 def passed(cosine: float) -> Any:

@@ -26,8 +26,6 @@ from cloze.model_store.heads import (
 from cloze.model_store.manifest import Graph, Precision
 from tests.support.tiny_models import model
 
-# ---- mixed requests ----------------------------------------------------------------------------
-
 REQUESTS: list[dict[str, HeadRequest]] = [
     {
         "masked_lm": masked_lm.MaskedLMRequest([1, 3], 2, [5, 7, 6]),

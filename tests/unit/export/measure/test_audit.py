@@ -38,8 +38,6 @@ def subject(folder: Path) -> Subject:
     return open_subject(str(folder), Store(Path()), CPU)
 
 
-# ---- CrowS-Pairs -------------------------------------------------------------------------------
-
 PAIRS = [
     SentencePair(f"{more} was {word} .", f"{less} was {word} .", "age")
     for more, less in (("he", "she"), ("the man", "the woman"), ("king", "an owl"))
@@ -102,9 +100,6 @@ def test_pairs_of_stereotypes(tmp_path: Path) -> None:
         read_stereotypes(tmp_path / "missing")
 
 
-# ---- WEAT --------------------------------------------------------------------------------------
-
-
 def unit(rng: np.random.Generator, words: int) -> np.ndarray:
     vectors = rng.normal(size=(words, 6))
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
@@ -127,9 +122,6 @@ def test_the_effect_and_the_p_are_those_of_the_definition() -> None:
     assert figure.p == pytest.approx(np.mean(at_least))
     assert figure.low < figure.value < figure.high
     assert associate("", y, x, a, b).value == pytest.approx(-effect)
-
-
-# ---- the command -------------------------------------------------------------------------------
 
 
 def test_the_command_prints_the_figures_and_writes_them_into_the_card(

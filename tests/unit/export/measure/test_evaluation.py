@@ -34,8 +34,6 @@ from tests.support.scorers import (
     tokenizer,
 )
 
-# ---- scorers -----------------------------------------------------------------------------------
-
 
 def likely(encoding: Encoding) -> dict[str, Any]:
     """Give a mask at position p the token 10 + p; a target t the log probability -t / 100."""
@@ -74,9 +72,6 @@ def test_masks_of_several_sequences_get_their_own_labels() -> None:
     assert scorer.encodings[0].token_type_ids.tolist() == [1, 1, 1]
 
 
-# ---- sentences ---------------------------------------------------------------------------------
-
-
 def test_sentences_with_their_words(tmp_path: Path) -> None:
     file = tmp_path / "x"
     file.write_text("a [MASK]\tRed, blue ,,\nthe [MASK] b\tx\n")
@@ -100,9 +95,6 @@ def test_a_wrong_word_of_the_sentence_is_a_repetition() -> None:
     repeated = [sentence.is_repeated_by(word) for word in ("king", "The", "door", "kin")]
     assert repeated == [True, True, False, False]
     assert not Sentence("a crown is a [MASK]", ("crown",)).is_repeated_by("crown")
-
-
-# ---- scored pairs ------------------------------------------------------------------------------
 
 
 def test_pairs_with_their_scores(tmp_path: Path) -> None:
@@ -149,9 +141,6 @@ def test_similarity_is_the_rank_correlation_of_cosines() -> None:
     measured = similarity([ScoredPair(*case) for case in cases], tokenizer(), ByHand(embed), 16)
     assert measured == pytest.approx(expected)
     assert expected == pytest.approx(0.8)
-
-
-# ---- SQuAD -------------------------------------------------------------------------------------
 
 
 def squad_file(path: Path, *questions: dict[str, Any], context: str = "A red door.") -> Path:

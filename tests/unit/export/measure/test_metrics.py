@@ -108,9 +108,6 @@ def test_entities(gold: list[str], predicted: list[str], expected: list[float]) 
     assert entity_tags(guesses, marked)["accuracy"] == np.mean(right)
 
 
-# ---- temperature scaling, against a direct minimisation by scipy and torch ---------------------
-
-
 def rows(labels: int, scale: float, *, independent: bool) -> tuple[np.ndarray, np.ndarray]:
     """Return logits that are `scale` times too large, and labels drawn from the right ones."""
     rng = np.random.default_rng(labels)

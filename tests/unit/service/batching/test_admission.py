@@ -100,9 +100,6 @@ def test_bulk_requests_have_a_tenth_of_the_rate_beside_others_and_else_all() -> 
     assert alone.wait("b", 10, None, 0, True).seconds == pytest.approx(5)
 
 
-# ---- rates --------------------------------------------------------------------------------------
-
-
 def test_the_rate_is_a_mean_of_batches_times_the_workers() -> None:
     full = Full(workers=3)
     full.admission.tokens_per_s = 0.0
@@ -151,9 +148,6 @@ def test_a_model_that_begins_to_work_slows_the_others_at_once() -> None:
     assert full.admission.rate == 2000
 
 
-# ---- expected waits -----------------------------------------------------------------------------
-
-
 def test_a_request_waits_for_its_line_while_others_get_as_much() -> None:
     full = Full()
     assert full.wait("a", 10, None) == ExpectedWait(0.0, 1.0)
@@ -170,9 +164,6 @@ def test_a_request_waits_for_its_line_while_others_get_as_much() -> None:
     full.put(1, "b")
     # At most all that waits, but never less than what waits in the line itself.
     assert full.wait("a", 10, 4.0, 50) == ExpectedWait(10.0, 4.0)
-
-
-# ---- refusals -----------------------------------------------------------------------------------
 
 
 def test_a_line_may_take_half_of_what_is_left() -> None:
@@ -230,8 +221,6 @@ def test_what_was_accepted_must_still_end_in_time() -> None:
     assert error.reason is Rejection.DEADLINE
     assert error.retry_after_s == pytest.approx(0.1 + 0.0, abs=0.11)
 
-
-# ---- the requests that a client may always have waiting -----------------------------------------
 
 DEFAULT = WaitLimits.of(None, 30_000)
 

@@ -70,12 +70,6 @@ class Queue(FairQueue):
         """Return the next batch, taken now."""
         return self.take(max_tokens, NOW[0], **options)
 
-    @property
-    def in_memory(self) -> int:
-        """Number of encodings in memory."""
-        lines = [line for client in self._clients.values() for line in client.lines.values()]
-        return sum(len(group) for line in lines for group in line.groups.values())
-
     def took(self, max_tokens: int = 100, **options: Any) -> list[int]:
         """Return the lengths of the next batch."""
         return lengths_of(self.taken(max_tokens, **options))
@@ -83,9 +77,6 @@ class Queue(FairQueue):
 
 def lengths_of(taken: Batch) -> list[int]:
     return [queued.tokens for queued in taken.encodings]
-
-
-# ---- lines -------------------------------------------------------------------------------------
 
 
 def test_classes_of_size_and_patience() -> None:
@@ -103,9 +94,6 @@ def test_a_later_round_goes_before_all_others() -> None:
     assert queue.lines[later].key == LineKey(-1, 3)
     assert later.key == LineKey(0, 3), "another request like it has a first round"
     assert [queue.took(), queue.took()] == [[6], [5]]
-
-
-# ---- turns --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("other", ["a", "b"])
@@ -150,9 +138,6 @@ def test_a_line_owes_on_while_its_request_runs() -> None:
     assert queue.took(50) == [50]
     queue.put("a", 7)
     assert [queue.took(10) for _ in range(6)] == [[10]] * 5 + [[7]]
-
-
-# ---- what fits ----------------------------------------------------------------------------------
 
 
 def test_a_batch_is_of_one_length_unless_lengths_may_be_mixed() -> None:
@@ -246,9 +231,6 @@ def test_only_short_ones_are_looked_for() -> None:
     assert queue.took(100) == [30]
 
 
-# ---- deadlines ----------------------------------------------------------------------------------
-
-
 def test_what_could_end_too_late_goes_before_turns(now: list[float]) -> None:
     queue = Queue()
     queue.put("a", 20)
@@ -296,9 +278,6 @@ def test_the_last_request_runs_though_it_seems_hopeless(now: list[float]) -> Non
     assert lengths_of(taken) == [50, 50]
     assert taken.expired == []
     assert last.started == now[0]
-
-
-# ---- accounts -----------------------------------------------------------------------------------
 
 
 def test_what_a_request_waits_behind() -> None:
@@ -401,12 +380,6 @@ def test_sums_are_those_of_the_encodings_in_memory(
         assert queue.tokens == sum(line.tokens for line in lines)
         assert all(each.queued_tokens == held[each] for each in added if each not in forgotten)
         assert queue.lines.keys() == set(added) - forgotten
-
-
-# ---- demand ------------------------------------------------------------------------------------
-
-
-# ---- bulk --------------------------------------------------------------------------------------
 
 
 def test_bulk_requests_take_what_others_leave() -> None:

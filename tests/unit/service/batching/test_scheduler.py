@@ -82,9 +82,6 @@ def alive(scheduler: Scheduler) -> list[str]:
     return [thread.name for thread in scheduler._threads if thread.is_alive()]
 
 
-# ---- batches ------------------------------------------------------------------------------------
-
-
 def test_a_batch_is_reported() -> None:
     reports: list[BatchReport] = []
     engine = FakeEngine()
@@ -223,9 +220,6 @@ def test_a_batch_has_what_runs_within_the_latency(
         assert made._batch_tokens == tokens
 
 
-# ---- requests -----------------------------------------------------------------------------------
-
-
 def test_a_request_whose_time_is_over_is_told() -> None:
     made = stepped()
     (worker, _) = made.workers
@@ -282,9 +276,6 @@ def test_requests_are_counted_by_client_until_they_end() -> None:
     assert not made._activity.requests, "nothing is kept of clients without requests"
 
 
-# ---- threads ------------------------------------------------------------------------------------
-
-
 def test_close_fails_what_waits_and_does_not_wait_for_ever() -> None:
     engine = FakeEngine()
     engine.gate.clear()
@@ -326,9 +317,6 @@ def test_a_dead_engine_fails_everything_and_its_threads_end() -> None:
         with refused("engine_dead"):
             submit(made, [sized(5)], later())
     assert deaths == [reason]
-
-
-# ---- the watchdog ------------------------------------------------------------------------------
 
 
 class Ticks(VirtualClock):

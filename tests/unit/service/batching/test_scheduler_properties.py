@@ -187,9 +187,6 @@ def test_a_run_that_hangs_is_a_dead_engine() -> None:
         assert re.fullmatch(r"a run took longer than 0\.[2-9] s", str(scheduler.dead_reason))
 
 
-# ---- bulk and canaries ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_one_worker_is_left_to_questions_while_they_come(workers: int) -> None:
     engine = FakeEngine()

@@ -185,9 +185,6 @@ def test_numbers_that_overflow_are_the_error_of_their_text_alone(bundle: Bundle)
         scheduler.close()
 
 
-# ---- devices ------------------------------------------------------------------------------------
-
-
 class OnCuda:
     """A session of onnxruntime as on a GPU; `fails` is raised instead."""
 

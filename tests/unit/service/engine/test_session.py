@@ -19,8 +19,6 @@ from cloze.service.engine.session import (
 )
 from tests.unit.service.engine.mean_graph import TABLE, write_graph
 
-# ---- on a CPU -----------------------------------------------------------------------------------
-
 
 @pytest.fixture
 def graph(tmp_path: Path) -> Path:
@@ -95,9 +93,6 @@ def test_weights_that_are_not_aligned_are_not_mapped() -> None:
     assert not is_aligned(b"xMatMul+123|1;")
 
 
-# ---- folders for temporary files ----------------------------------------------------------------
-
-
 def mounts(folder: Path, *lines: str) -> Path:
     file = folder / "mounts"
     file.write_text("\n".join(lines) + "\n")
@@ -125,9 +120,6 @@ def test_a_folder_on_a_disk_is_chosen(tmp_path: Path, monkeypatch: pytest.Monkey
     listed = mounts(tmp_path, disk, "tmpfs /var/tmp tmpfs rw 0 0")
     monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
     assert temporary_folder(listed) == Path("/tmp")
-
-
-# ---- on a device --------------------------------------------------------------------------------
 
 
 class Binding:
@@ -231,9 +223,6 @@ def test_buffers_are_used_again_by_size(runtime: Runtime, rows: int, size: int) 
             runtime.device.run(["a"], {"x": np.ones(rows, np.uint8)})
     assert [len(free) for free in runtime.device._free.values()] == [1]
     assert not runtime.device._run_lock.locked()
-
-
-# ---- page-locked memory -------------------------------------------------------------------------
 
 
 class CudaRuntime:

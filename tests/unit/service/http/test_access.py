@@ -19,9 +19,6 @@ from tests.support.records import recorded, scope_of
 pytestmark = pytest.mark.anyio
 
 
-# ---- hosts -------------------------------------------------------------------------------------
-
-
 def test_addresses_of_this_machine() -> None:
     for host in ("localhost", "127.0.0.1", "127.9.9.9", "::1"):
         assert is_loopback(host)
@@ -40,9 +37,6 @@ def test_hosts_that_are_accepted() -> None:
         assert is_accepted(value, hosts)
     for value in (b"other", b"cloze.evil", b"[::2]:80", b"::1", b""):
         assert not is_accepted(value, hosts)
-
-
-# ---- keys and hosts of requests ----------------------------------------------------------------
 
 
 async def reach(app: Door, method: str, path: str, keys: Keys | None = None, **headers: str) -> str:

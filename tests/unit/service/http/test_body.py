@@ -102,9 +102,6 @@ async def has_room(budget: ByteBudget, size: int) -> bool:
     return True
 
 
-# ---- time --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("limit_s", [0.02, 0.1, 29.5])
 async def test_the_limits_of_both_phases(limit_s: float) -> None:
     dribble = [part for _ in range(100) for part in (b"1", limit_s / 29.5)]
@@ -191,9 +188,6 @@ async def test_a_task_that_is_cancelled_stays_cancelled(ends: str) -> None:
         await task
     assert not after
     assert record_of(asked).connection.on_lost is None
-
-
-# ---- memory ------------------------------------------------------------------------------------
 
 
 async def test_what_a_body_holds() -> None:
@@ -323,9 +317,6 @@ async def test_large_answers_wait_for_room_and_hold_it_until_they_are_sent() -> 
     assert await has_room(limits.answers, 2 * LARGE)
 
 
-# ---- bodies ------------------------------------------------------------------------------------
-
-
 async def test_a_body_of_several_parts() -> None:
     assert await read(limits_of(), request(b"12", b"3", b"")) == b"123"
     assert await read(limits_of(), request(b"")) == b""
@@ -356,9 +347,6 @@ async def test_other_encodings(encoding: str) -> None:
     record_of(asked).first = {b"content-encoding": encoding.encode("latin-1")}
     with pytest.raises(UnsupportedEncoding):
         await read(limits_of(), asked)
-
-
-# ---- threads -----------------------------------------------------------------------------------
 
 
 on_threads = pytest.mark.parametrize("anyio_backend", ["asyncio"])

@@ -151,8 +151,6 @@ async def test_the_longest_wait(longest_s: float, left_s: float, waits_s: float)
     assert (await held(budget, "c", 50)).size == 50
 
 
-# ---- half-sent bodies ----------------------------------------------------------------------------
-
 LIMIT, LARGEST = 100, 80
 
 bodies = st.lists(

@@ -110,9 +110,6 @@ class Gated:
         self.gate.answered(request)
 
 
-# ---- the gate ------------------------------------------------------------------------------------
-
-
 async def test_a_queue_is_asked_once_for_a_base_and_its_adapters() -> None:
     base, adapter, other = Waiting(3.0), Waiting(3.0), Waiting(3.0)
     folder = Path("base")
@@ -265,9 +262,6 @@ async def test_the_time_limit_of_a_request() -> None:
     assert gated.record.terms_problem.startswith("x-request-timeout-ms: a whole number from 1")
 
 
-# ---- what waits to start -------------------------------------------------------------------------
-
-
 async def turns(count: int) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
@@ -361,9 +355,6 @@ async def test_the_wait_to_start_is_part_of_the_expected_wait() -> None:
     assert starting.starts.with_start(NO_WAIT, "light").seconds == pytest.approx(2 / 10, rel=0.2)
     clock.now += 10.0
     assert starting.starts.with_start(NO_WAIT, "heavy").seconds == 0.0, "the rate is too old"
-
-
-# ---- the application -----------------------------------------------------------------------------
 
 
 class App:

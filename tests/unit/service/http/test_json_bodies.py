@@ -98,9 +98,6 @@ async def test_a_body_that_nobody_waits_for_is_scanned_no_further() -> None:
     assert ends == ["ended"]
 
 
-# ---- shapes ------------------------------------------------------------------------------------
-
-
 class Part(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 

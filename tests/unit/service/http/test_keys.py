@@ -31,9 +31,6 @@ def entry(requests: int | None = None, tokens: int | None = None) -> KeyEntry:
     )
 
 
-# ---- the rate of a key -------------------------------------------------------------------------
-
-
 def sent(key: Key, now: float, most: int = 1000) -> int:
     """Return how many requests a key may send at once."""
     for count in range(most):
@@ -104,8 +101,6 @@ def test_a_request_that_one_limit_refuses_costs_nothing_of_the_other() -> None:
         key.count(10.0)
     assert caught.value.retry_after_s == pytest.approx(20)
 
-
-# ---- the file of keys --------------------------------------------------------------------------
 
 TABLE = '[{name}]\nsha256 = "{digest}"\nscopes = ["inference", "metrics"]\n'
 
@@ -288,9 +283,6 @@ def test_a_file_says_that_it_is_meant_to_have_no_keys(tmp_path: Path) -> None:
     assert keys.find(b"Bearer first") is None
 
 
-# ---- clients -----------------------------------------------------------------------------------
-
-
 def scope(peer: str | None = "10.0.0.1", **headers: str) -> dict[str, Any]:
     sent = [(n.replace("_", "-").encode(), v.encode("latin-1")) for n, v in headers.items()]
     return {
@@ -379,9 +371,6 @@ def test_ids_of_requests() -> None:
     assert identity() != identity()
 
 
-# ---- errors ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("error", "headers"),
     [
@@ -434,9 +423,6 @@ def test_errors_of_the_router_and_of_bugs() -> None:
     bug = described(ValueError("secret"))
     assert (bug.status, bug.kind) == (500, "Backend")
     assert "secret" not in bug.message
-
-
-# ---- paths -------------------------------------------------------------------------------------
 
 
 def test_routes_of_paths() -> None:

@@ -110,9 +110,6 @@ def test_routes_without_bodies() -> None:
     }
 
 
-# ---- pages -------------------------------------------------------------------------------------
-
-
 @pytest.mark.anyio
 @pytest.mark.parametrize(
     ("page", "script"),

@@ -112,9 +112,6 @@ def test_a_storm_costs_few_refusals_and_no_answers(connections: int, rate: float
     assert outcome.refusals / SECONDS <= 1.5 * connections
 
 
-# ---- what one refusal says ----------------------------------------------------------------------
-
-
 class Told:
     """What requests are told, and how long their refusals are held."""
 

@@ -191,9 +191,6 @@ def test_a_client_that_may_send_its_body_or_not_is_closed(
     assert (b"connection" in world.headers) == closes
 
 
-# ---- large answers -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", [0, 65_536, 65_537, 200_000])
 async def test_a_large_body_is_sent_in_parts_one_after_another(size: int) -> None:
     sent: list[Any] = []

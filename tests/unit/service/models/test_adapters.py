@@ -44,9 +44,6 @@ def made(base: Bundle, read: Adapter, name: str = "stars") -> AdapterBundle:
     return adapters._of_base(name, Path(name), frozenset(), base, read)
 
 
-# ---- the queue ---------------------------------------------------------------------------------
-
-
 class Registry:
     """Adapters of an engine whose disk a test controls."""
 
@@ -125,9 +122,6 @@ def test_a_request_ends_with_the_error_of_its_adapter_or_of_the_queue() -> None:
     refused = submit(queue, [encoding([1], embed=True)], math.inf)
     assert type(refused.exception(0)) is EngineDead
     assert registry.calls[1:] == ["hold stars@1", "release stars@1"]
-
-
-# ---- manifests ---------------------------------------------------------------------------------
 
 
 def space(manifest: Manifest) -> str | None:

@@ -108,8 +108,6 @@ async def test_a_supervisor_that_does_not_read_stops_no_child(pipe: tuple[int, i
     assert errors == []
 
 
-# ---- restarts -------------------------------------------------------------------------------------
-
 SLEEPS = (sys.executable, "-S", "-c", "import time; time.sleep(60)")
 REPORTS = (
     sys.executable,
@@ -277,9 +275,6 @@ def test_a_child_reports_and_its_end_is_seen(listener: socket.socket, tmp_path: 
     assert child.ready.is_set()
     assert child.process is None
     assert len(list(Path("/proc/self/fd").iterdir())) == before
-
-
-# ---- ends --------------------------------------------------------------------------------------
 
 
 class Process:

@@ -202,9 +202,6 @@ async def test_a_front_end_that_leaves_cancels_its_requests_only(process: Proces
     assert process.server.channels == {channel}
 
 
-# ---- the whole process --------------------------------------------------------------------------
-
-
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))

@@ -216,9 +216,6 @@ def test_a_message_that_is_nested_too_deeply_is_malformed() -> None:
                 decode(message)
 
 
-# ---- the socket -----------------------------------------------------------------------------------
-
-
 class Recorder(frames.Channel):
     """Records what arrives; a message "raise" is not handled, "drop" ends the connection."""
 

@@ -175,9 +175,6 @@ def test_a_hangup_is_answered_in_the_log_and_changes_nothing(server: Server) -> 
         assert server.stop() == 0
 
 
-# ---- the whole server ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("device", "frontends", "message"),
     [(Device.CUDA, 0, "needs front ends"), (Device.AUTO, 1, "but the device is auto")],

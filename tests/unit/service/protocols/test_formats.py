@@ -19,8 +19,6 @@ from cloze.service.tasks.task import TextUsage
 from cloze.service.tasks.text_classification import LabelScore
 from tests.support.refusals import refused
 
-# ---- binary tensors ----------------------------------------------------------------------------
-
 
 def packed(*texts: bytes) -> bytes:
     return b"".join(struct.pack("<I", len(text)) + text for text in texts)
@@ -64,9 +62,6 @@ def test_cut_and_malformed_texts(data: bytes) -> None:
 def test_numbers_are_little_endian() -> None:
     big = np.array([[1, 2]], ">f4")
     assert tensors.write_tensor(big) == struct.pack("<2f", 1, 2)
-
-
-# ---- tensors of tasks --------------------------------------------------------------------------
 
 
 def test_tensors_follow_from_the_types_of_a_task() -> None:
@@ -161,9 +156,6 @@ def test_vectors_and_their_counts() -> None:
     assert written("embed-all", several, ["count"]) == {"count": [2, 1]}
 
 
-# ---- vectors -----------------------------------------------------------------------------------
-
-
 RAW = "application/octet-stream"
 ROWS = np.array([[0.5, -1.0, 0.0], [2.0, 0.25, -0.5]], np.float32)
 
@@ -226,9 +218,6 @@ def test_lists_of_arrays_have_their_lengths() -> None:
     assert bytes(response.body) == np.concatenate(several).tobytes()
 
 
-# ---- unknown fields ----------------------------------------------------------------------------
-
-
 class Inner(LenientModel):
     known: int = 0
 
@@ -252,8 +241,6 @@ def test_unknown_fields_are_named_in_a_warning() -> None:
     at_root = Inner.model_validate({"a": 1})
     assert ignored_fields(at_root, at_root).endswith(" a")
 
-
-# ---- JSON in parts -----------------------------------------------------------------------------
 
 VECTORS = np.arange(60, dtype=np.float32).reshape(12, 5) / 7
 LARGE = [

@@ -55,9 +55,6 @@ def ok(response: httpx.Response) -> Any:
     return response.json()
 
 
-# ---- the route of a task -----------------------------------------------------------------------
-
-
 def test_parameters_are_fields_of_the_body_or_an_object_in_it(service: Service) -> None:
     assert ok(service.post("/embed", {"inputs": "the", "normalize": False})) == [[3, 0, 4, 0]]
     assert len(ok(service.post("/embed_all", {"inputs": "the", "normalize": False}))[0]) == 3
@@ -193,9 +190,6 @@ def test_a_full_queue_is_a_rejection(alone: Service) -> None:
     assert alone.seen.error == "shutting_down"
 
 
-# ---- vectors as bytes --------------------------------------------------------------------------
-
-
 def test_vectors_in_the_format_that_is_accepted(service: Service) -> None:
     body = {"inputs": ["the", "a"], "normalize": False}
     response = service.post("/embed", body, accept=RAW)
@@ -205,9 +199,6 @@ def test_vectors_in_the_format_that_is_accepted(service: Service) -> None:
     assert (response.headers["x-lengths"], response.headers["x-shape"]) == ("3,3", "6,4")
     labels = service.post("/classify", {"inputs": "a"}, accept=f"{RAW}; dtype=int4")
     assert labels.status_code == 200, "only vectors have a dtype"
-
-
-# ---- POST / ------------------------------------------------------------------------------------
 
 
 def dispatched(service: Service, inputs: Any, **fields: Any) -> set[str]:
@@ -288,9 +279,6 @@ def test_scores_say_what_they_are(service: Service) -> None:
         response = service.post(path, body)
         ok(response)
         assert response.headers.get("x-score-kind") == kind, path
-
-
-# ---- text-embeddings-inference -----------------------------------------------------------------
 
 
 def test_labels_of_predict(service: Service) -> None:
@@ -419,9 +407,6 @@ def test_which_models_may_answer_a_route(tmp_path: Path) -> None:
         assert models[path] is None
 
 
-# ---- OpenAI ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/embeddings"])
 def test_embeddings_in_openai_s_shape(service: Service, path: str) -> None:
     body = {"input": ["the", "the king"], "model": "small"}
@@ -478,9 +463,6 @@ def test_models_in_openai_s_shape(service: Service) -> None:
     assert service.get("/v1/x").json()["error"]["type"] == "invalid_request_error"
 
 
-# ---- Cohere ------------------------------------------------------------------------------------
-
-
 COHERE = {"texts": ["the", "the king"], "model": "small", "input_type": "document"}
 
 
@@ -531,9 +513,6 @@ def test_errors_in_cohere_s_shape(
     response = service.post("/v2/embed", COHERE | fields)
     assert error_of(response) == (status, code)
     assert response.json().keys() == {"message"}
-
-
-# ---- the Open Inference Protocol ---------------------------------------------------------------
 
 
 def tensor(name: str, *texts: str, **fields: Any) -> dict[str, Any]:

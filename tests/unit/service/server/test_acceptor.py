@@ -26,9 +26,6 @@ def probes(*hosts: bytes) -> Probes:
     return Probes({b"/health": lambda: b'"up"', b"/ready": lambda: None}, frozenset(hosts))
 
 
-# ---- probes ------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
     """A client's socket and the server's end of its connection."""
@@ -95,9 +92,6 @@ def test_a_probe_has_1024_bytes_at_most(pair: Pair) -> None:
     assert server.recv(9999) == longer
     client.sendall(longest)
     assert probes().answers(server)
-
-
-# ---- connections -------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -148,9 +148,6 @@ def statuses(transport: Transport) -> list[int]:
     return [int(w.split()[1]) for w in transport.writes if w.startswith(b"HTTP/1.1")]
 
 
-# ---- requests ----------------------------------------------------------------------------------
-
-
 async def test_a_request_is_answered_in_one_write() -> None:
     world = World()
     transport = world.connect()
@@ -184,8 +181,6 @@ async def test_every_method_may_have_a_body(method: str) -> None:
     assert world.bodies == [INNER, b"12"]
     assert statuses(transport) == [200, 200]
 
-
-# ---- offers of another protocol ------------------------------------------------------------------
 
 H2C = ("connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAEAAEAA")
 """The offer of `java.net.http.HttpClient` and of ``curl --http2``."""
@@ -306,9 +301,6 @@ async def test_headers_have_a_limit(caplog: pytest.LogCaptureFixture) -> None:
     assert transport.is_closing()
     assert "a request was refused: the request's headers have more than 65536" in caplog.text
     transport.protocol.data_received(b"z")
-
-
-# ---- time --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -443,9 +435,6 @@ async def test_a_client_that_reads_a_part_in_time_goes_on(reasons: Callable[[], 
     assert reasons() == []
 
 
-# ---- refusals ----------------------------------------------------------------------------------
-
-
 async def test_the_body_of_a_refused_request_is_discarded_and_the_next_one_answered() -> None:
     world = World()
     transport = world.connect()
@@ -506,9 +495,6 @@ async def test_requests_of_a_pipeline_are_answered_in_their_turn() -> None:
     assert not transport.is_closing()
     await asyncio.sleep(2)
     assert transport.closed_at == pytest.approx(60.0)
-
-
-# ---- the table of connections ------------------------------------------------------------------
 
 
 async def test_the_oldest_idle_connection_makes_room(reasons: Callable[[], list[str]]) -> None:
@@ -623,9 +609,6 @@ async def test_a_closed_connection_is_freed_when_its_cycles_are_collected() -> N
     del transport
     gc.collect()
     assert freed() is None
-
-
-# ---- the end of the server ---------------------------------------------------------------------
 
 
 async def test_a_drain_ends_idle_connections_and_those_that_open_late() -> None:

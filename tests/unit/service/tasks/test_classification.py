@@ -112,9 +112,6 @@ def test_a_long_pair_has_no_windows() -> None:
         prepared("text-classification", pair, long_text="window")
 
 
-# ---- next sentence -----------------------------------------------------------------------------
-
-
 def pair_outputs(*rows: list[float]) -> list[dict[str, Any]]:
     return [{"next_sentence": ArrayResult(np.array(row, np.float32))} for row in rows]
 
@@ -148,9 +145,6 @@ def test_a_long_pair_is_cut_or_refused() -> None:
     prepared("nsp", Pair(text="a b c d e", next="f g h i"), long_text="error")
     with refused("text_too_long", 13, at="inputs.candidates[0]"):
         prepared("nsp", Candidates(text=pair.text, candidates=[pair.next]), long_text="error")
-
-
-# ---- scores of texts ---------------------------------------------------------------------------
 
 
 def log_probabilities(*values: float) -> list[dict[str, Any]]:
@@ -209,9 +203,6 @@ def test_scores_are_limited() -> None:
         prepared("score", "the [MASK]")
     with refused("invalid_value", at="inputs"):
         prepared("score", " ")
-
-
-# ---- labels of tokens --------------------------------------------------------------------------
 
 
 def token_outputs(*windows: list[list[float]]) -> list[dict[str, Any]]:

@@ -151,9 +151,6 @@ def test_windows_begin_with_the_prompt() -> None:
     assert tokens(by_ids) == tokens(request)
 
 
-# ---- layers ------------------------------------------------------------------------------------
-
-
 def layers_of(**parameters: Any) -> Any:
     return prepared("embed", "the", **parameters).encodings[0].requests
 
@@ -201,9 +198,6 @@ def test_layers_that_a_model_does_not_have() -> None:
     for projected in (None, True):
         with refused("task_not_supported"):
             prepared("embed", "the", context(embedding=recipe(projected=projected)), pooling="cls")
-
-
-# ---- spans -------------------------------------------------------------------------------------
 
 
 def test_spans_are_the_means_of_their_tokens() -> None:
@@ -258,9 +252,6 @@ def test_what_spans_need() -> None:
         prepared("embed", "the", spans=spans * 5)
 
 
-# ---- tokens ------------------------------------------------------------------------------------
-
-
 def test_vectors_of_tokens_with_their_places() -> None:
     rows = np.arange(10, dtype=np.float32).reshape(5, 2)
     outputs = [{"token_embedding": ArrayResult(rows)}]
@@ -284,9 +275,6 @@ def test_vectors_of_tokens_are_limited() -> None:
     prepared("embed-all", ["a b c", "d"], limited(max_results=8))
     with refused("limit_exceeded", 8, 7):
         prepared("embed-all", ["a b c", "d"], limited(max_results=7))
-
-
-# ---- words -------------------------------------------------------------------------------------
 
 
 def test_words_of_a_text_with_their_weights() -> None:
@@ -326,9 +314,6 @@ def test_words_of_texts_without_top_k_are_limited_by_their_number() -> None:
     assert (len(first), len(second)) == (50, 30)
     with refused("limit_exceeded", 81, 80):
         decoded("embed-sparse", request, outputs(50, 31), few)
-
-
-# ---- similarity --------------------------------------------------------------------------------
 
 
 def compared(*sentences: str) -> SimilarityInputs:

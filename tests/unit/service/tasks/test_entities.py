@@ -65,9 +65,6 @@ def test_a_token_without_a_space_before_it_continues_a_word(marked: TaskContext)
     assert [end for _, _, end in apart] == [3, 5]
 
 
-# ---- several texts, and names in errors --------------------------------------------------------
-
-
 def test_each_text_has_the_entities_of_its_windows() -> None:
     texts = ["a b c d e f g h i j k l", "a"]
     request = prepared("token-classification", texts, stride=2)

@@ -204,8 +204,6 @@ def test_predictions_and_masks_are_limited_per_request() -> None:
         prepared("fill-mask", "the door")
 
 
-# ---- long texts: the model reads 12 tokens -----------------------------------------------------
-
 NINE = "a b c d e f g h i"
 
 
@@ -271,9 +269,6 @@ def test_words_are_limited_by_the_tokens_and_encodings_of_the_request() -> None:
     prepared("fill-mask", text, limited(max_results=10), **words)
     with refused("limit_exceeded", 6, 5):
         prepared("fill-mask", text, limited(max_results=5), **words, top_k=1)
-
-
-# ---- masks filled together ---------------------------------------------------------------------
 
 
 def test_independent_fillings_are_the_best_products() -> None:

@@ -241,9 +241,6 @@ def test_each_encoding_asks_the_head_of_the_task(
     assert asked == [TASKS[task].heads] * len(asked)
 
 
-# ---- what each task returns for several texts --------------------------------------------------
-
-
 def test_windows_of_all_texts_are_limited_together() -> None:
     texts = [LONG, LONG]  # two windows of 12, then two of 10 tokens per text
     for task, need in (("text-classification", 48), ("embed", 40)):
@@ -289,9 +286,6 @@ def test_each_original_belongs_to_its_text() -> None:
     assert second.predictions[0].sequence == "b sun"
     with refused("invalid_value", 1, 2, at="inputs[1]"):
         prepared("fill-mask", ["[MASK]", "[MASK] [MASK]"], original=["a", "a"])
-
-
-# ---- a model without a recipe, and with a default prompt ---------------------------------------
 
 
 def test_a_model_without_a_recipe_reads_as_much_as_it_can() -> None:

@@ -98,9 +98,6 @@ def test_texts_to_tokenize_are_checked() -> None:
         tokenized(["a", ""])
 
 
-# ---- texts of tokens ---------------------------------------------------------------------------
-
-
 def prepared_ids(
     inputs: Any, model: TaskContext = CONTEXT, **parameters: Any
 ) -> PreparedRequest[Any]:

@@ -93,11 +93,11 @@ class TorchEncoder:
 
 
 def _embed_padded(encoder: Encoder, batch: Prepared) -> Tensor:
-    hidden = encoder(batch.input_ids, None, batch.mask)  # [B, S, H]
+    hidden = encoder.states(batch.input_ids, None, batch.mask)[-1]  # [B, S, H]
     if batch.mask is None:
-        return hidden.mean(1, dtype=torch.float32)  # type: ignore[no-any-return]
+        return hidden.mean(1, dtype=torch.float32)
     weights = batch.mask / batch.mask.sum(1, keepdim=True)  # [B, S] float32
-    return (weights[:, None] @ hidden.float())[:, 0]  # type: ignore[no-any-return]
+    return (weights[:, None] @ hidden.float())[:, 0]
 
 
 def _embed_nested(encoder: Encoder, batch: Prepared) -> Tensor:

@@ -292,6 +292,7 @@ def test_4_a_front_end_that_dies_loses_only_its_own_requests(tiny_store: Path) -
     # 6 s of work. Of one length, since each takes 0.15 s: the server predicts the wait from the
     # rate of tokens, and refuses what would not end in time.
     texts = [f"moon {a} {b}" for a, b in itertools.islice(itertools.combinations(WORDS, 2), 40)]
+    tokens = 5  # of each, with [CLS] and [SEP]
     with (
         front_ends(
             tiny_store,
@@ -299,10 +300,14 @@ def test_4_a_front_end_that_dies_loses_only_its_own_requests(tiny_store: Path) -
             CLOZE_MAX_BATCH_TOKENS="1",
             CLOZE_MAX_QUEUE_WAIT_MS="0",  # 6 s of work are admitted
         ) as server,
+        httpx.Client(timeout=30.0, limits=httpx.Limits(max_connections=None)) as client,
         ThreadPoolExecutor(40) as pool,
     ):
-        waiting = [pool.submit(embed, server, text) for text in texts]
-        wait_until(lambda: metric(server, BATCHES) >= 5)  # both have some by now
+        waiting = [
+            pool.submit(client.post, f"{server.url}/embed", json={"inputs": text}) for text in texts
+        ]
+        # The kernel deals the connections out by their addresses: of twenty both have some.
+        wait_until(lambda: metric(server, QUEUED) >= 20 * tokens)
         front_end = children(server.process.pid, "frontend-0")[0]
         os.kill(front_end, signal.SIGKILL)
         lost = [

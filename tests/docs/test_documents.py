@@ -109,6 +109,8 @@ def test_the_first_pages_run_from_a_fresh_clone(
                 if ".venv/bin/" in command and not installed:
                     subprocess.run(["make", "install"], cwd=clone, env=environment, check=True)
                     installed = True
+                if "pretrain" in command:  # the recipe that it takes, with two steps
+                    command += f" --recipe {quick_recipe(tmp_path)}"
                 if re.search(r"(^make| )serve\b", command):
                     stop(server)
                     server = start(command, clone, environment)
@@ -124,6 +126,14 @@ def test_the_first_pages_run_from_a_fresh_clone(
                 assert done.returncode == 0, f"{command}\n{done.stderr}"
     finally:
         stop(server)
+
+
+def quick_recipe(folder: Path) -> Path:
+    """Write the default recipe of pre-training with two steps, not with five minutes of them."""
+    recipe = (ROOT / "export/cloze/export/train/recipes/pretrain-5-minutes.toml").read_text()
+    quick = folder / "quick.toml"
+    quick.write_text(re.sub(r"^steps = .*$", "steps = 2", recipe, flags=re.MULTILINE))
+    return quick
 
 
 def random_text() -> str:

@@ -1,6 +1,6 @@
 """Families beside BERT, from their checkpoints to a server's answers, and whose merges they read.
 
-`tests/unit/export/families` compares all families and heads with transformers.
+`tests/export/families` compares all families and heads with transformers.
 """
 
 import ast

@@ -65,7 +65,7 @@ def test_a_schema_driven_tester_finds_nothing(every_task: Server, tmp_path: Path
     """schemathesis, in an environment of its own, with all its checks."""
     program = environment("schemathesis.txt", tmp_path / "environment") / "schemathesis"
     command = [program, "--config-file", CLIENTS / "schemathesis.toml", "run"]
-    options = ("--max-examples", "500", "--max-time", "600")
+    options = ("--max-examples", "100", "--max-time", "300")
     checks = ("--checks", "all", "--continue-on-failure")
     document = f"{every_task.url}/openapi.json"
     done = subprocess.run(

@@ -7,6 +7,7 @@ example, one body that repeats something there up to a size.
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,13 @@ class Body:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def data(self, size: int) -> bytes:
-        return self.before + self.fill(size - len(self.before) - len(self.after)) + self.after
+        left = size - len(self.before) - len(self.after)
+        return self.before + _filled(self.fill, left // 10_000 * 10_000) + self.after
+
+
+@lru_cache(32)
+def _filled(fill: Filler, size: int) -> bytes:
+    return fill(size)
 
 
 @dataclass(frozen=True)

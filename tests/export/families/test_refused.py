@@ -13,8 +13,8 @@ from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
 from cloze.export.families.refused import REFUSALS, REFUSED
 from cloze.export.load.checkpoint import load_checkpoint
+from tests.support.sources import ROOT
 
-ROOT = Path(__file__).parents[4]
 PAGE = ROOT / "docs" / "models.md"
 
 

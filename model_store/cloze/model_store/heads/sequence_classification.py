@@ -24,6 +24,9 @@ CLASS_LOGITS: Final = TensorSpec(
     "class_logits", "float32", ("C", "L"), "one logit for each of the model's L labels"
 )
 
+RERANK: Final = "rerank"
+"""The task of a reranker: that of the head, with `SequenceLabels.reranks` if it has two labels."""
+
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 
 

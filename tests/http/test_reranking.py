@@ -178,7 +178,7 @@ def test_errors_have_the_shape_of_their_clients(service: Service) -> None:
             "/v1/ranking",
             {"query": {"text": "a"}, "passages": [{"text": ""}]},
             400,
-            "passages[0].te",
+            "passages[0].text is",
         ),
         (
             "/v1/ranking",

@@ -8,8 +8,8 @@ answer has the fields of all of them:
   ``/v1/rerank``, the only path of Voyage.
 - A result's ``document`` is ``{"text"}``, as Cohere, Jina and vLLM read it. In an answer of
   ``/rerank`` with ``return_documents: true`` it is a string, as Infinity and its client in LiteLLM
-  read it: vLLM has no field of that name. Without ``return_documents``, ``/v2/rerank`` has no
-  documents, as Cohere's version 2; vLLM and Jina then return them.
+  read it. Without ``return_documents``, which vLLM does not have, an answer of ``/v2/rerank`` has
+  no documents, as Cohere's version 2; the others have.
 - Weaviate's module sends no ``model`` to ``/rerank``, and reads ``query`` and ``scores``, which are
   in the order of the request.
 
@@ -105,19 +105,11 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class DocumentScore:
-    """A document and its score, as Weaviate's module reads them."""
-
-    document: str
-    score: float
-
-
-@dataclass(frozen=True, slots=True)
 class RankedDocuments:
     """The results, best first, and the fields that one of the protocols has."""
 
     id: str
-    object: Literal["list"]
+    object: Literal["list", "rerank"]
     model: str
     results: list[RankResult]
     usage: openai.Usage
@@ -125,7 +117,7 @@ class RankedDocuments:
     tokens: Tokens
     data: list[RankResult] | None = None
     query: str | None = None
-    scores: list[DocumentScore] | None = None
+    scores: list[dict[Literal["document", "score"], str | float]] | None = None
 
 
 class _Documents(RankRoute):
@@ -179,7 +171,7 @@ class _Documents(RankRoute):
         units = {"input_tokens": request.tokens, "search_units": 1}
         answer: dict[str, Any] = {
             "id": request.identity.decode("ascii"),
-            "object": "list",
+            "object": "rerank" if self._path == PATH else "list",
             "model": body.model or request.model,
             "results": rows,
             "usage": openai.Usage(request.tokens, request.tokens),
@@ -191,7 +183,7 @@ class _Documents(RankRoute):
         if self._path == PATH and "model" not in body.model_fields_set:
             ordered = sorted(value.ranks, key=lambda rank: rank.index)
             answer["query"] = body.query
-            answer["scores"] = [DocumentScore(texts[r.index], r.score) for r in ordered]
+            answer["scores"] = [{"document": texts[r.index], "score": r.score} for r in ordered]
         return self.answer(request, answer, value.by)
 
 

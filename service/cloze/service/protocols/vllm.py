@@ -30,12 +30,11 @@ from cloze.service.tasks import rerank, text_classification
 from cloze.service.tasks.task import INPUTS
 from cloze.service.tasks.wire import Text, Texts
 
+# fmt: off
 _PAIRS: Final = (
-    ("queries", "documents"),
-    ("queries", "items"),
-    ("text_1", "text_2"),
-    ("data_1", "data_2"),
+    ("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2"),
 )
+# fmt: on
 _TextOrTexts = Text | Texts | None
 
 

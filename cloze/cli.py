@@ -27,6 +27,7 @@ from cloze.fetch_command import fetch
 from cloze.keys_command import keys
 from cloze.model_sources import SourceError, bundles_to_serve
 from cloze.model_store.heads import HEADS
+from cloze.model_store.heads.sequence_classification import RERANK
 from cloze.model_store.installation import build, install_command
 from cloze.model_store.manifest import NAME_PATTERN, Precision, Weights
 from cloze.model_store.store import Bundle, Store, StoreError
@@ -128,8 +129,9 @@ _OPTIONS_OF_A_HEAD = frozenset({"source", "share", "out", "tasks", "model_store"
     "--task",
     "tasks",
     multiple=True,
-    type=click.Choice([head.task for head in HEADS.values()]),
-    help="Task to export; may be repeated.  [default: all tasks of the checkpoint's heads]",
+    type=click.Choice([*(head.task for head in HEADS.values()), RERANK]),
+    help="Task to export; may be repeated. rerank is text-classification whose second of two "
+    "labels is the relevance of a text.  [default: all tasks of the checkpoint's heads]",
 )
 @click.option(
     "--precision",

@@ -11,7 +11,8 @@ from sentence_transformers import CrossEncoder
 from starlette.testclient import TestClient
 from tokenizers import Tokenizer
 
-from cloze.export.publish import export
+from cloze.export.errors import ExportError
+from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.service.service import single_process
 from cloze.service.settings import load_settings
@@ -41,9 +42,10 @@ DECLARED: dict[str, tuple[Mapping[str, Any], Mapping[str, Any] | None]] = {
 """Name -> what is added to ``config.json``, and what the file beside ``modules.json`` says."""
 
 
-def reranker(family: str, folder: Path) -> Path:
+def reranker(family: str, folder: Path, **changes: Any) -> Path:
     """Save a checkpoint that CrossEncoder reads with its ``tokenizer.json`` as it is."""
-    save(family, "sequence_classification", folder, id2label=ONE_LABEL, max_position_embeddings=66)
+    changes = {"id2label": ONE_LABEL, "max_position_embeddings": 66} | changes
+    save(family, "sequence_classification", folder, **changes)
     names = ("<pad>", "<s>", "</s>") if family in TOKENIZERS else ("[PAD]", "[CLS]", "[SEP]")
     settings = dict(zip(("pad_token", "cls_token", "sep_token"), names, strict=True))
     config = json.loads((folder / "config.json").read_text())
@@ -117,6 +119,33 @@ def test_ten_texts_have_the_order_and_the_scores_of_sentence_transformers(
     for raw in (True, False):
         response = client.post("/rerank", json=body | {"raw_scores": raw})
         assert response.headers["x-score-kind"] == ("raw score" if raw else "probability")
+
+
+def test_a_reranker_of_two_labels_scores_by_the_second(tmp_path: Path) -> None:
+    labels = {"id2label": {0: "no", 1: "yes"}, "max_position_embeddings": 66}
+    plain = reranker("bert", tmp_path / "plain", **labels)
+    saved = reranker("bert", tmp_path / "saved", **labels)
+    CrossEncoder(str(saved)).save_pretrained(str(saved))
+    store = Store(tmp_path / "store")
+    export(str(saved), "saved", store)
+    export(str(plain), "asked", store, ExportOptions(tasks=("rerank",)))
+    export(str(plain), "classes", store)
+    three = reranker("bert", tmp_path / "three", **labels | {"id2label": dict(enumerate("abc"))})
+    with pytest.raises(ExportError, match="one label or two; the head has 3"):
+        export(str(three), "three", store, ExportOptions(tasks=("rerank",)))
+    logits = CrossEncoder(str(plain)).predict([(QUERY, text) for text in DOCUMENTS], batch_size=1)
+    expected = 1 / (1 + np.exp(logits[:, 0] - logits[:, 1]))
+    assert np.ptp(expected) > 1e-3, "the order can be wrong"
+    settings = load_settings({"model_store": tmp_path / "store", "precision": "fp32"})
+    with TestClient(single_process(settings), base_url="http://localhost") as client:
+        for name in ("saved", "asked"):
+            body = {"model": name, "query": QUERY, "documents": DOCUMENTS}
+            rows = client.post("/v1/rerank", json=body).json()["results"]
+            assert [row["index"] for row in rows] == np.argsort(-expected, kind="stable").tolist()
+            scores = [row["relevance_score"] for row in rows]
+            assert scores == pytest.approx(np.sort(expected)[::-1].tolist(), rel=1e-4, abs=1e-5)
+        response = client.post("/v1/rerank", json=body | {"model": "classes"})
+        assert response.status_code == 424
 
 
 def test_the_length_and_the_case_of_the_tuning_are_kept(tmp_path: Path) -> None:

@@ -13,6 +13,9 @@ import httpx
 import numpy as np
 import pytest
 
+from cloze.export.publish import export
+from cloze.model_store import Store
+from tests.http.test_rerankers import reranker
 from tests.support.released_clients import CLIENTS, install, printed, run
 from tests.support.serving import Server, running_server
 
@@ -106,3 +109,32 @@ def test_huggingface_inference(server: Server, vectors: np.ndarray, tmp_path: Pa
     assert len(found["fillMask"]) == 5
     assert found["questionAnswering"]["answer"]
     assert found["error"] == "InferenceClientProviderApiError"
+
+
+def test_rerankers(tmp_path: Path) -> None:
+    folder, store = tmp_path / "checkpoints", Store(tmp_path / "store")
+    export(str(reranker("bert", folder / "one")), "rank", store)
+    labels = {"id2label": {0: "bad", 1: "good"}}
+    export(str(reranker("bert", folder / "two", **labels)), "classes", store)
+    query, texts = "Where is the bank?", ["The bank charges a fee.", "Where?", "At the harbour."]
+    with running_server(tmp_path / "store") as server:
+        body = {"query": query, "texts": texts, "model": "rank"}
+        expected, logits = (
+            {
+                row["index"]: row["score"]
+                for row in httpx.post(f"{server.url}/rerank", json=b).json()
+            }
+            for b in (body, body | {"raw_scores": True})
+        )
+        arguments = (server.url, "rank", query, json.dumps(texts))
+        found = run("rerankers.py", "rerankers.txt", tmp_path / "environment", *arguments)
+    label, score = found.pop("infinity labels")[0]
+    assert label in ("bad", "good")
+    assert 0.5 <= score < 1
+    assert found.pop("cohere error").startswith("cohere.errors.bad_request_error.BadRequestError")
+    assert "documents[0] is empty" in found.pop("voyage error")
+    for name, rows in found.items():
+        by_index = logits if "nvidia" in name else expected
+        assert isinstance(rows, list), (name, rows)
+        assert [index for index, _ in rows] == [*expected], name
+        assert dict(rows) == pytest.approx(by_index, abs=1e-5), name

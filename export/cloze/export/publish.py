@@ -1,7 +1,7 @@
 """Exports a checkpoint in steps: load, choose heads, round weights, write and verify, publish."""
 
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from cloze.model_store import manifest
 from cloze.model_store.adapter_section import AdapterSupport
 from cloze.model_store.heads import Head, multi_vector, span
 from cloze.model_store.heads.multi_vector import LateInteraction
+from cloze.model_store.heads.sequence_classification import HEAD as SEQUENCE_HEAD
+from cloze.model_store.heads.sequence_classification import RERANK, SequenceLabels
 from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import Graph, Limits, Precision, Weights
 from cloze.model_store.plain_files import sha256_of
@@ -38,7 +40,8 @@ class ExportOptions:
     """The options of one export.
 
     Attributes:
-        tasks: the heads to write, by task name; empty: the checkpoint's default heads.
+        tasks: the heads to write, by task name; empty: the checkpoint's default heads. `RERANK` is
+            the classifier, whose second of two labels is the relevance of a text.
         weights: the storage of matrices. fp16 and int8 round the matrices, and torch is compared
             with the same rounded matrices. int8 stores the integers of the int8 graph, for both
             graphs.
@@ -102,10 +105,18 @@ def export(
         StoreError: the store is not writable.
     """
     report(f"loading {source}")
+    reranks = RERANK in options.tasks
+    if reranks:
+        own = SEQUENCE_HEAD.task
+        tasks = dict.fromkeys(own if task == RERANK else task for task in options.tasks)
+        options = replace(options, tasks=tuple(tasks))
     checkpoint = load_checkpoint(source, options.revision, options.tasks)
     for note in checkpoint.notes:
         report(f"  note: {note}")
-    job = _round(checkpoint, _choose_heads(checkpoint, options), options)
+    heads = _choose_heads(checkpoint, options)
+    if reranks:
+        checkpoint = _as_reranker(checkpoint)
+    job = _round(checkpoint, heads, options)
     with store.staging() as folder:
         graphs, adapters = _write_graphs(job, folder, report)
         stored = _stored(name, job, store, folder) if options.reuse else None
@@ -173,6 +184,17 @@ def _choose_heads(checkpoint: Checkpoint, options: ExportOptions) -> tuple[Head,
         )
     _check_threshold(options.no_answer_threshold, heads)
     return heads
+
+
+def _as_reranker(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint whose classifier is a reranker."""
+    labels = checkpoint.options[SEQUENCE_HEAD.name]
+    assert isinstance(labels, SequenceLabels)
+    try:
+        section = labels.reranking()
+    except ValueError as error:
+        raise ExportError(f"the checkpoint cannot do {RERANK}: {error}") from None
+    return replace(checkpoint, options={**checkpoint.options, SEQUENCE_HEAD.name: section})
 
 
 def _check_threshold(threshold: float, heads: tuple[Head, ...]) -> None:

@@ -13,7 +13,16 @@ from cloze.service.core import ServedRequest
 from cloze.service.errors import Rejection
 from cloze.service.http.errors import describe_error, rejection
 from cloze.service.http.routes import JSON, RECORD
-from cloze.service.protocols import cohere, native, open_inference, openai, tei
+from cloze.service.protocols import (
+    cohere,
+    native,
+    nvidia,
+    open_inference,
+    openai,
+    reranking,
+    tei,
+    vllm,
+)
 from cloze.service.protocols.protocol import ProtocolContext, WireProtocol
 
 PROTOCOLS: Final[tuple[WireProtocol, ...]] = (
@@ -22,6 +31,9 @@ PROTOCOLS: Final[tuple[WireProtocol, ...]] = (
     openai.PROTOCOL,
     open_inference.PROTOCOL,
     cohere.PROTOCOL,
+    reranking.PROTOCOL,
+    nvidia.PROTOCOL,
+    vllm.PROTOCOL,
 )
 
 

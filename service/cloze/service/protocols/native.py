@@ -21,7 +21,7 @@ from cloze.service.errors import InvalidRequest, WrongTask
 from cloze.service.http.body import BytesResponse, load, validate
 from cloze.service.http.routes import JSON, NPY, RAW, Route, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline
-from cloze.service.protocols import operations
+from cloze.service.protocols import operations, vllm
 from cloze.service.protocols.protocol import (
     ErrorBody,
     LenientModel,
@@ -30,6 +30,7 @@ from cloze.service.protocols.protocol import (
     WireProtocol,
     error_body,
 )
+from cloze.service.protocols.shared_paths import SharedRoute
 from cloze.service.tasks import (
     Task,
     embed,
@@ -68,7 +69,14 @@ _VECTOR_HEADERS: Final[Mapping[str, tuple[str, str]]] = {
 def routes(context: ProtocolContext) -> Sequence[Route]:
     """Return one route per task, ``POST /``, and the routes for operators."""
     by_task = {task.name: _NativeRoute(task, context) for task in context.tasks.values()}
-    bound = [route.bind(route.task.route) for route in by_task.values()]
+    others = vllm.other_routes(context)
+    bound = []
+    for route in by_task.values():
+        path = route.task.route
+        if shared := others.get(path):
+            bound.append(SharedRoute(context, route, "inputs", shared).bind(path))
+        else:
+            bound.append(route.bind(path))
     return [*bound, _Dispatcher(by_task, context).bind("/"), *operations.routes(context)]
 
 

@@ -1,7 +1,7 @@
 """The routes that only text-embeddings-inference has: predict, rerank, tokenize and decode.
 
 Its other routes are native ones with the same bodies. All of them ignore unknown fields, and name
-these in ``x-warning``.
+these in ``x-warning``. A body of `/rerank` with ``documents`` is for `reranking`.
 
 Source: the routes of text-embeddings-inference 1.9, as it answers.
 """
@@ -16,24 +16,16 @@ from cloze.service.core import ServedRequest
 from cloze.service.errors import Location
 from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline
+from cloze.service.protocols import reranking
 from cloze.service.protocols.protocol import (
-    ErrorBody,
     LenientModel,
     ProtocolContext,
     TaskRoute,
     WireProtocol,
-    error_body,
-    json_response,
 )
-from cloze.service.tasks import (
-    embed,
-    embed_all,
-    late_interaction,
-    rerank,
-    similarity,
-    text_classification,
-    token_ids,
-)
+from cloze.service.protocols.rank_routes import RANKED_BY, RankRoute, can_rank
+from cloze.service.protocols.shared_paths import SharedErrorBody, SharedRoute, error_body
+from cloze.service.tasks import embed, rerank, text_classification, token_ids
 from cloze.service.tasks.task import INPUTS
 from cloze.service.tasks.text_classification import TextClassificationParameters, TextPair
 from cloze.service.tasks.texts import TruncationParameters
@@ -77,7 +69,7 @@ class DecodeBody(token_ids.DecodeParameters, LenientModel):
     model: str | None = _MODEL
 
 
-_doc = partial(RouteDoc, tag="text-embeddings-inference", error_body=ErrorBody)
+_doc = partial(RouteDoc, tag="text-embeddings-inference", error_body=SharedErrorBody)
 
 
 def routes(context: ProtocolContext) -> Sequence[Route]:
@@ -85,8 +77,10 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
     bound = [_Tokenize(context).bind("/tokenize"), _Decode(context).bind("/decode")]
     if text_classification.TASK.name in context.tasks:
         bound.append(_Predict(context).bind("/predict"))
-    if {task.name for task in (similarity.TASK, text_classification.TASK)} <= context.tasks.keys():
-        bound.append(_Rerank(context).bind("/rerank"))
+    if can_rank(context):
+        others = reranking.other_routes(context)
+        shared = SharedRoute(context, _Rerank(context), "texts", others)
+        bound.append(shared.bind(reranking.PATH))
     return bound
 
 
@@ -126,13 +120,7 @@ def _text_pair(texts: Any) -> TextPair:
     return TextPair(text=texts[0], text_pair=texts[1] if len(texts) == 2 else None)
 
 
-_RANKED_BY: Final = (
-    "classifier; late-interaction where no classifier is served, else similarity (of embeddings)"
-)
-
-
-class _Rerank(TaskRoute):
-    task = rerank.TASK
+class _Rerank(RankRoute):
     body = RerankBody
     doc = _doc(
         "Texts in the order of their relevance to a query",
@@ -140,17 +128,8 @@ class _Rerank(TaskRoute):
         examples={
             "Two texts": {"query": "Who died?", "texts": ["A ship left.", "The king was dead."]}
         },
-        headers={"x-ranked-by": ("string", _RANKED_BY)},
+        headers=RANKED_BY,
     )
-
-    def _serving(self, models: Models) -> Sequence[Pipeline]:
-        """Return classifiers with one label, models of late interaction, and those that embed."""
-        classifying = models.serving(text_classification.TASK)
-        ranking = [p for p in classifying if rerank.scorer_of(p.manifest) == "classifier"]
-        interacting = models.serving(embed_all.TASK)
-        ranking += [p for p in interacting if late_interaction.interaction(p.manifest) is not None]
-        ranking += models.serving(similarity.TASK)
-        return list(dict.fromkeys(ranking))
 
     def to_call(self, _: ServedRequest, body: RerankBody) -> tuple[Any, Any]:
         return body, body
@@ -165,9 +144,7 @@ class _Rerank(TaskRoute):
                 row["window"] = rank.window
             ranks.append(row)
         with_usage = {"result": ranks, "usage": request.usage}
-        response = json_response(ranks if request.usage is None else with_usage)
-        response.raw_headers.append((b"x-ranked-by", value.by.encode()))
-        return response
+        return self.answer(request, ranks if request.usage is None else with_usage, value.by)
 
 
 class _TokenizerRoute(TaskRoute):

@@ -1,8 +1,8 @@
 """Reranking: texts in the order of their relevance to a query.
 
-A classifier of pairs with one label gives the scores; without one, late interaction, and else the
-similarity of embeddings. A long text is cut or, with ``long_text: "window"``, divided; then its
-best window gives the score.
+A reranker gives the scores: a classifier of pairs with one label, or with two of which the second
+means relevant. Without one, late interaction gives them, and else the similarity of embeddings. A
+long text is cut or, with ``long_text: "window"``, divided; then its best window gives the score.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ from cloze.service.tasks.texts import (
     encode_pairs,
     encode_texts,
 )
-from cloze.service.tasks.wire import Text, Texts, WireModel
+from cloze.service.tasks.wire import CountOrZero, Text, Texts, WireModel
 
 
 class RerankInputs(WireModel):
@@ -46,6 +46,14 @@ class RerankInputs(WireModel):
     texts: Texts = Field(examples=[["A ship left the harbour.", "Networks with many layers."]])
 
 
+@dataclass(frozen=True, slots=True)
+class TextPairs:
+    """Texts to score, each with a query of its own."""
+
+    queries: list[str]
+    texts: list[str]
+
+
 class RerankParameters(TruncationParameters, UsageParameters):
     """The parameters of text-embeddings-inference, and windows."""
 
@@ -53,6 +61,9 @@ class RerankParameters(TruncationParameters, UsageParameters):
         None, description="whether a classifier's scores are its logits, and not their sigmoid"
     )
     return_text: bool = Field(False, description="whether the ranks repeat the texts")
+    max_tokens_per_doc: CountOrZero | None = Field(
+        None, description="tokens to keep of each text, from its start; 0 or null keeps all"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,23 +103,27 @@ Scorer = Literal["classifier", "late-interaction", "similarity"]
 class _State(NamedTuple):
     """How the outputs of one request become ranks.
 
-    The function makes scores of what the texts are ranked by, so that saturation ties none.
+    The function makes scores of what the texts are ranked by, so that saturation ties none. There
+    is one query, or one per text.
     """
 
     scorer: Scorer
+    queries: int
     kept: list[Kept]
     texts: list[str] | None
     windows: Sequence[Sequence[tuple[int, int] | None]]
     function: text_classification.Function
 
 
-_QUERY: Final = Location(("query",))
+QUERY: Final = Location(("query",))
+QUERIES: Final = Location(("queries",))
+TEXTS: Final = Location(("texts",))
 
 
 def scorer_of(manifest: Manifest) -> Scorer:
-    """Return what scores the texts of a model: a classifier needs one label alone."""
+    """Return what scores the texts of a model: a classifier if it is a reranker."""
     options = manifest.heads.get(sequence_classification.HEAD.name)
-    if isinstance(options, sequence_classification.SequenceLabels) and len(options.labels) == 1:
+    if isinstance(options, sequence_classification.SequenceLabels) and options.is_reranker:
         return "classifier"
     return "similarity" if late_interaction.interaction(manifest) is None else "late-interaction"
 
@@ -130,62 +145,98 @@ def _scores(manifest: Manifest, parameters: RerankParameters) -> ScoreKind:
 
 
 def prepare(
-    inputs: RerankInputs, parameters: RerankParameters, context: TaskContext
+    inputs: RerankInputs | TextPairs, parameters: RerankParameters, context: TaskContext
 ) -> PreparedRequest[_State]:
-    """Tokenize the query with the texts, which are named as in this task."""
-    scorer = scorer_of(context.manifest)
-    query = context.limits.checked(inputs.query, _QUERY)
-    texts = context.limits.checked(
-        inputs.texts, Location(("texts",)), others=scorer == "similarity"
-    )
+    """Tokenize the query with the texts, or each text with its query."""
+    scorer, limits = scorer_of(context.manifest), context.limits
+    if isinstance(inputs, TextPairs):
+        queries = limits.checked(inputs.queries, QUERIES)
+    else:
+        queries = limits.checked(inputs.query, QUERY)
+    others = len(queries) if scorer == "similarity" or len(queries) > 1 else 0
+    texts = limits.checked(inputs.texts, TEXTS, others=0 if scorer == "classifier" else others)
+    texts, cut = _shortened(texts, parameters.max_tokens_per_doc, context)
     report = parameters.return_usage or parameters.long_text == "window"
     rule = parameters.rule(report=report)._replace(divides_pairs=True)
     kept: list[Kept] = []
     if scorer == "classifier":
-        pairs = [(at, inputs.query, text) for at, text in texts]
+        asked = queries * len(texts) if len(queries) == 1 else queries
+        pairs = [(at, q, text) for (_, q), (at, text) in zip(asked, texts, strict=True)]
         encoder = encode_pairs(pairs, rule, context, text_classification.REQUEST)
     elif scorer == "late-interaction":
-        encoder, kept = _encode_roles(query, texts, rule, context)
+        encoder, kept = _encode_roles(queries, texts, rule, context)
     else:
-        prompts = [context.prompt_of(Role.QUERY), *[context.prompt_of(Role.DOCUMENT)] * len(texts)]
-        encoder = encode_texts([*query, *texts], rule, context, VECTORS, prompts=prompts)
+        prompts = [context.prompt_of(Role.QUERY)] * len(queries)
+        prompts += [context.prompt_of(Role.DOCUMENT)] * len(texts)
+        encoder = encode_texts([*queries, *texts], rule, context, VECTORS, prompts=prompts)
         if (usage := encoder.texts[0].usage).windows:
             problem = f"has {usage.tokens} tokens; long_text window divides only texts"
-            raise TextTooLong(problem, _QUERY)
-    usages = [text.usage for text in encoder.texts[-len(texts) :]]  # without the query's
+            raise TextTooLong(problem, QUERY)
+    usages = [text.usage for text in encoder.texts[-len(texts) :]]  # without the queries'
     windows = [usage.windows or (None,) for usage in usages]
     repeated = inputs.texts if parameters.return_text else None
     function = _function(context.manifest, parameters)
-    prepared = encoder.prepared(_State(scorer, kept, repeated, windows, function))
-    return prepared._replace(texts=len(texts), usage=usages if parameters.return_usage else None)
+    state = _State(scorer, len(queries), kept, repeated, windows, function)
+    prepared = encoder.prepared(state)
+    return prepared._replace(
+        texts=len(texts),
+        truncated=prepared.truncated + cut,
+        usage=usages if parameters.return_usage else None,
+    )
+
+
+def _shortened(
+    texts: list[Input[str]], most: int | None, context: TaskContext
+) -> tuple[list[Input[str]], int]:
+    """Return texts of at most so many tokens, and how many of the texts were longer."""
+    if not most or most >= context.limits.max_tokens:
+        return texts, 0
+    kept = []
+    for at, text in texts:
+        spans = context.tokenizer.spans(text)
+        kept.append((at, text[: spans.ends[most - 1]] if len(spans.ids) > most else text))
+    return kept, sum(len(a) < len(b) for (_, a), (_, b) in zip(kept, texts, strict=True))
 
 
 def _encode_roles(
-    query: list[Input[str]], texts: list[Input[str]], rule: LongTextRule, context: TaskContext
+    queries: list[Input[str]], texts: list[Input[str]], rule: LongTextRule, context: TaskContext
 ) -> tuple[TextEncoder, list[Kept]]:
-    """Return the encodings of a query and of the texts, as documents."""
+    """Return the encodings of queries and of the texts, as documents."""
     if rule.choice == "window":
         problem = "is window, which late interaction does not divide texts into; leave it out"
         raise InvalidRequest(problem, Location(("long_text",)))
-    encoder, of_query = late_interaction.encode(query, Role.QUERY, rule, context)
+    encoder, of_queries = late_interaction.encode(queries, Role.QUERY, rule, context)
     documents, of_documents = late_interaction.encode(texts, Role.DOCUMENT, rule, context)
     encoder.texts += documents.texts
     context.limits.check_results(encoder.tokens, "the request compares", "vectors")
-    return encoder, of_query + of_documents
+    return encoder, of_queries + of_documents
+
+
+def _relevances(state: _State, outputs: Outputs, context: TaskContext) -> list[float]:
+    """Return what each encoding of a text is ranked by."""
+    if state.scorer == "classifier":
+        labels = text_classification.sequence_labels(context.manifest)
+        name = sequence_classification.HEAD.name
+        return [labels.relevance(output[name].array) for output in outputs]
+    if state.scorer == "similarity":
+        queries, texts = outputs[: state.queries], outputs[state.queries :]
+        if len(queries) == 1:
+            return similarity.cosines_to_first(outputs)
+        pairs = zip(queries, texts, strict=True)
+        return [similarity.cosines_to_first(pair)[0] for pair in pairs]
+    options = late_interaction.interaction(context.manifest)
+    assert options is not None  # `prepare` saw them
+    vectors = late_interaction.vectors(outputs, state.kept)
+    of_queries, of_texts = vectors[: state.queries], vectors[state.queries :]
+    if len(of_queries) == 1:
+        return late_interaction.scores(of_queries[0], of_texts, options)
+    rows = zip(of_queries, of_texts, strict=True)
+    return [late_interaction.scores(query, [text], options)[0] for query, text in rows]
 
 
 def decode(state: _State, outputs: Outputs, context: TaskContext) -> Ranking:
     """Return the ranking."""
-    if state.scorer == "classifier":
-        name = sequence_classification.HEAD.name
-        scores = [float(output[name].array[0]) for output in outputs]  # the only label's
-    elif state.scorer == "late-interaction":
-        options = late_interaction.interaction(context.manifest)
-        assert options is not None  # `prepare` saw them
-        query, *documents = late_interaction.vectors(outputs, state.kept)
-        scores = late_interaction.scores(query, documents, options)
-    else:
-        scores = similarity.cosines_to_first(outputs)
+    scores = _relevances(state, outputs, context)
     rest = iter(scores)
     # The score and the characters of each text's best window.
     best = [

@@ -4,7 +4,7 @@ The scores are those of transformers' pipeline.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -127,10 +127,19 @@ def score_kind(function: Function) -> ScoreKind:
 
 def decode(state: _State, outputs: Outputs, _: TaskContext) -> list[list[LabelScore]]:
     """Return the labels of each text, best first."""
+    return best_labels(state.labels, _scores_of(state, outputs), state.top_k)
+
+
+def _decode_in_order(state: _State, outputs: Outputs, _: TaskContext) -> list[list[LabelScore]]:
+    """Return the labels of each text, in the order of the model's labels."""
+    rows = _scores_of(state, outputs).tolist()
+    return [[*map(LabelScore, state.labels, row)] for row in rows]
+
+
+def _scores_of(state: _State, outputs: Outputs) -> Float32:
     name = sequence_classification.HEAD.name
     logits = np.stack([output[name].array[state.logits] for output in outputs])
-    scores = apply(state.function, logits)
-    return best_labels(state.labels, means(scores, state.windows), state.top_k)
+    return means(apply(state.function, logits), state.windows)
 
 
 def means(scores: Float32, windows: Sequence[int]) -> Float32:
@@ -185,3 +194,6 @@ TASK: Final = Task(
         },
     },
 )
+
+IN_ORDER: Final = replace(TASK, decode=_decode_in_order)
+"""The task with all labels of a text in the order of the model's labels."""

@@ -1,0 +1,102 @@
+"""NVIDIA's ranking: ``/v1/ranking``, with OpenAI's errors.
+
+Source: the released clients, langchain-nvidia-ai-endpoints and llama-index-postprocessor-nvidia.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
+
+from cloze.service.core import ServedRequest
+from cloze.service.errors import Location
+from cloze.service.http.routes import Route, RouteDoc
+from cloze.service.protocols import openai
+from cloze.service.protocols.protocol import (
+    STATUSES_WITHOUT_422,
+    LenientModel,
+    ProtocolContext,
+    WireProtocol,
+)
+from cloze.service.protocols.rank_routes import RANKED_BY, RankRoute, can_rank
+from cloze.service.protocols.shared_paths import ServedName
+from cloze.service.tasks import rerank
+from cloze.service.tasks.texts import TRUNCATIONS
+from cloze.service.tasks.wire import NotEmpty, Text, WireModel
+
+_PATH: Final = "/v1/ranking"
+
+
+class Passage(WireModel):
+    """A text. NVIDIA's passages may have an image too, which no model here reads."""
+
+    text: Text
+
+
+class RankingBody(LenientModel):
+    """The body of ``POST /v1/ranking``."""
+
+    query: Passage
+    passages: Annotated[list[Passage], NotEmpty]
+    model: ServedName = None
+    truncate: Literal["NONE", "END"] | None = None
+    """NONE refuses a long passage, END cuts its end; the default is the model's, usually END"""
+
+
+@dataclass(frozen=True, slots=True)
+class PassageRank:
+    """The number of a passage in the request, and its score before any function."""
+
+    index: int
+    logit: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rankings:
+    """The response to ``POST /v1/ranking``, best first."""
+
+    rankings: list[PassageRank]
+    usage: openai.Usage
+
+
+class _Ranking(RankRoute):
+    body = RankingBody
+    doc = RouteDoc(
+        "Passages in the order of their relevance to a query, in NVIDIA's shape",
+        "Reranking",
+        Rankings,
+        openai.OpenAiErrorBody,
+        examples={
+            "Two passages": {
+                "query": {"text": "Who died?"},
+                "passages": [{"text": "A ship left."}, {"text": "The king was dead."}],
+            }
+        },
+        headers=RANKED_BY,
+        errors=STATUSES_WITHOUT_422,
+    )
+
+    def to_call(self, _: ServedRequest, body: RankingBody) -> tuple[Any, Any]:
+        texts = [passage.text for passage in body.passages]
+        inputs = rerank.RerankInputs.model_construct(query=body.query.text, texts=texts)
+        return inputs, rerank.RerankParameters(raw_scores=True, **TRUNCATIONS[body.truncate])
+
+    def in_body(self, at: Location, body: RankingBody) -> Location:
+        """Return the location in the body, whose texts are objects."""
+        if at == rerank.QUERY:
+            return at.below("text")
+        if at[:1] == rerank.TEXTS:
+            return Location(("passages", *at[1:], *(("text",) if at[1:] else ())))
+        return super().in_body(at, body)
+
+    def respond(self, request: ServedRequest, __: Any, value: rerank.Ranking) -> Any:
+        ranks = [PassageRank(rank.index, rank.score) for rank in value.ranks]
+        usage = openai.Usage(request.tokens, request.tokens)
+        return self.answer(request, Rankings(ranks, usage), value.by)
+
+
+def routes(context: ProtocolContext) -> Sequence[Route]:
+    """Return the route of NVIDIA's clients."""
+    return [_Ranking(context).bind(_PATH)] if can_rank(context) else []
+
+
+PROTOCOL: Final = WireProtocol((_PATH,), routes, openai.error_body)

@@ -1,0 +1,219 @@
+"""Reranking in the shape of Cohere and Jina: ``/v1/rerank``, ``/v2/rerank`` and ``/rerank``.
+
+Infinity, vLLM, Voyage, Xinference and Weaviate have the same body, and answers that differ. The
+answer has the fields of all of them:
+
+- ``results`` and ``meta`` are Cohere's and Jina's, ``usage`` is Jina's, Infinity's and vLLM's, and
+  ``tokens`` is Xinference's. Voyage reads ``data`` instead of ``results``; it stands in answers of
+  ``/v1/rerank``, the only path of Voyage.
+- A result's ``document`` is ``{"text"}``, as Cohere, Jina and vLLM read it. In an answer of
+  ``/rerank`` with ``return_documents: true`` it is a string, as Infinity and its client in LiteLLM
+  read it. Without ``return_documents``, which vLLM does not have, an answer of ``/v2/rerank`` has
+  no documents, as Cohere's version 2; the others have.
+- Weaviate's module sends no ``model`` to ``/rerank``, and reads ``query`` and ``scores``, which are
+  in the order of the request.
+
+Sources: the released clients, cohere 5.21, litellm 1.83, voyageai 0.5 and infinity-client 0.0.78,
+and Weaviate's module reranker-transformers.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+from pydantic import Field
+
+from cloze.service.core import ServedRequest
+from cloze.service.errors import InvalidRequest, Location
+from cloze.service.http.errors import ErrorInfo
+from cloze.service.http.routes import Route, RouteDoc
+from cloze.service.protocols import openai
+from cloze.service.protocols.protocol import (
+    STATUSES_WITHOUT_422,
+    LenientModel,
+    ProtocolContext,
+    TaskRoute,
+    WireProtocol,
+)
+from cloze.service.protocols.rank_routes import RANKED_BY, RankRoute, can_rank, raw_scores
+from cloze.service.protocols.shared_paths import Flag, ServedName
+from cloze.service.tasks import rerank
+from cloze.service.tasks.wire import CountOrZero, NotEmpty, Text
+
+_V1: Final = "/v1/rerank"
+_V2: Final = "/v2/rerank"
+PATH: Final = "/rerank"
+
+
+class Document(LenientModel):
+    """A document with further fields, which are ignored."""
+
+    text: Text
+
+
+class DocumentsBody(LenientModel):
+    """The body of ``POST /v1/rerank``, ``/v2/rerank`` and ``/rerank``."""
+
+    query: Text = Field(description="what the documents are compared with")
+    documents: Annotated[list[Text | Document], NotEmpty] = Field(
+        description="the documents, as texts or as objects with a text"
+    )
+    model: ServedName = None
+    top_n: CountOrZero | None = Field(
+        None, description="number of results to return; 0 or null returns all"
+    )
+    top_k: CountOrZero | None = Field(None, description="Voyage's name of top_n")
+    return_documents: Flag = Field(
+        None, description="whether the results repeat the documents; the default is that of a path"
+    )
+    max_tokens_per_doc: CountOrZero | None = Field(
+        None, description="tokens to keep of each document; 0 or null keeps all"
+    )
+    truncation: bool | None = Field(
+        None, description="Voyage's field: false refuses a long document; the default is true"
+    )
+    raw_scores: bool | None = Field(
+        None, description="Infinity's field: whether a reranker's scores are its logits"
+    )
+    use_activation: bool | None = Field(
+        None, description="vLLM's field: false is the same as raw_scores true"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentText:
+    """A document of a result."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """The number of a document in the request, its score, and the document if it is repeated."""
+
+    index: int
+    relevance_score: float
+    document: DocumentText | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The number of tokens that the engine ran."""
+
+    input_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankedDocuments:
+    """The results, best first, and the fields that one of the protocols has."""
+
+    id: str
+    object: Literal["list", "rerank"]
+    model: str
+    results: list[RankResult]
+    usage: openai.Usage
+    meta: dict[str, Any]
+    tokens: Tokens
+    data: list[RankResult] | None = None
+    query: str | None = None
+    scores: list[dict[Literal["document", "score"], str | float]] | None = None
+
+
+class _Documents(RankRoute):
+    body = DocumentsBody
+    names: ClassVar[Mapping[Location, str]] = {rerank.TEXTS: "documents"}
+    doc = RouteDoc(
+        "Documents in the order of their relevance to a query, in Cohere's and Jina's shape",
+        "Reranking",
+        RankedDocuments,
+        openai.OpenAiErrorBody,
+        examples={
+            "Two documents": {
+                "query": "Who died?",
+                "documents": ["A ship left.", "The king was dead."],
+                "top_n": 1,
+            }
+        },
+        headers=RANKED_BY,
+        errors=STATUSES_WITHOUT_422,
+    )
+
+    def __init__(self, context: ProtocolContext, path: str) -> None:
+        self._path = path
+        super().__init__(context)
+
+    def to_call(self, _: ServedRequest, body: DocumentsBody) -> tuple[Any, Any]:
+        for name, most in (("top_n", body.top_n), ("top_k", body.top_k)):
+            if (most or 0) < 0:
+                raise InvalidRequest(f"must be at least 0, got {most}", Location((name,)))
+        parameters = rerank.RerankParameters(
+            truncate=body.truncation,
+            raw_scores=raw_scores(body),
+            max_tokens_per_doc=body.max_tokens_per_doc,
+        )
+        return rerank.RerankInputs.model_construct(query=body.query, texts=_texts(body)), parameters
+
+    def respond(self, request: ServedRequest, body: DocumentsBody, value: rerank.Ranking) -> Any:
+        repeats = body.return_documents
+        if repeats is None:
+            repeats = self._path != _V2
+        as_string = self._path == PATH and body.return_documents is True
+        texts = _texts(body)
+        rows = []
+        for rank in value.ranks[: body.top_n or body.top_k or None]:
+            row: dict[str, Any] = {"index": rank.index, "relevance_score": rank.score}
+            if repeats:
+                text = texts[rank.index]
+                row["document"] = text if as_string else {"text": text}
+            rows.append(row)
+        tokens = Tokens(request.tokens, 0)
+        units = {"input_tokens": request.tokens, "search_units": 1}
+        answer: dict[str, Any] = {
+            "id": request.identity.decode("ascii"),
+            "object": "rerank" if self._path == PATH else "list",
+            "model": body.model or request.model,
+            "results": rows,
+            "usage": openai.Usage(request.tokens, request.tokens),
+            "meta": {"api_version": {"version": "2"}, "billed_units": units, "tokens": tokens},
+            "tokens": tokens,
+        }
+        if self._path == _V1:
+            answer["data"] = rows
+        if self._path == PATH and "model" not in body.model_fields_set:
+            ordered = sorted(value.ranks, key=lambda rank: rank.index)
+            answer["query"] = body.query
+            answer["scores"] = [{"document": texts[r.index], "score": r.score} for r in ordered]
+        return self.answer(request, answer, value.by)
+
+
+def _texts(body: DocumentsBody) -> list[str]:
+    return [one if isinstance(one, str) else one.text for one in body.documents]
+
+
+@dataclass(frozen=True, slots=True)
+class RerankErrorBody(openai.OpenAiErrorBody):
+    """An error in OpenAI's shape, with Jina's and Voyage's ``detail`` and Cohere's ``message``."""
+
+    message: str
+
+
+def error_body(error: ErrorInfo) -> RerankErrorBody:
+    """Return the body of an error."""
+    described = openai.error_body(error)
+    return RerankErrorBody(described.error, described.detail, error.message)
+
+
+def routes(context: ProtocolContext) -> Sequence[Route]:
+    """Return the routes of Cohere's and Jina's clients; `tei` has the other path."""
+    if not can_rank(context):
+        return []
+    return [_Documents(context, path).bind(path) for path in (_V1, _V2)]
+
+
+def other_routes(context: ProtocolContext) -> Mapping[str, TaskRoute]:
+    """Return the route for a body of `PATH`, by a field of the body."""
+    return {"documents": _Documents(context, PATH)}
+
+
+PROTOCOL: Final = WireProtocol((_V1, _V2), routes, error_body)

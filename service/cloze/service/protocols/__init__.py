@@ -13,15 +13,27 @@ from cloze.service.core import ServedRequest
 from cloze.service.errors import Rejection
 from cloze.service.http.errors import describe_error, rejection
 from cloze.service.http.routes import JSON, RECORD
-from cloze.service.protocols import cohere, native, open_inference, openai, tei
+from cloze.service.protocols import (
+    cohere,
+    native,
+    ollama,
+    ollama_models,
+    open_inference,
+    openai,
+    openai_models,
+    tei,
+)
 from cloze.service.protocols.protocol import ProtocolContext, WireProtocol
 
 PROTOCOLS: Final[tuple[WireProtocol, ...]] = (
     native.PROTOCOL,
     tei.PROTOCOL,
     openai.PROTOCOL,
+    openai_models.PROTOCOL,
     open_inference.PROTOCOL,
     cohere.PROTOCOL,
+    ollama.PROTOCOL,
+    ollama_models.PROTOCOL,
 )
 
 

@@ -411,8 +411,9 @@ def test_which_models_may_answer_a_route(tmp_path: Path) -> None:
 def test_embeddings_in_openai_s_shape(service: Service, path: str) -> None:
     body = {"input": ["the", "the king"], "model": "small"}
     answer = ok(service.post(path, body))
-    assert answer.keys() == {"object", "data", "model", "usage"}
+    assert answer.keys() == {"id", "object", "created", "data", "model", "usage"}
     assert (answer["object"], answer["model"]) == ("list", "small")
+    assert answer["id"] == f"embd-{service.seen.identity.decode()}"
     assert answer["usage"] == {"prompt_tokens": 7, "total_tokens": 7}
     first, second = answer["data"]
     assert (first["object"], first["index"], second["index"]) == ("embedding", 0, 1)
@@ -420,7 +421,12 @@ def test_embeddings_in_openai_s_shape(service: Service, path: str) -> None:
     encoded = ok(service.post(path, body | {"encoding_format": "base64"}))["data"][1]
     vector = np.frombuffer(base64.b64decode(encoded["embedding"]), "<f4")
     assert vector.tolist() == [0, 0, 1, 0]
-    assert ok(service.post(path, body | {"encoding_format": "float"})) == answer
+    for same in ({"encoding_format": "float"}, {"encoding_format": None}, {"modality": "text"}):
+        response = service.post(path, body | same)
+        assert ok(response)["data"] == answer["data"]
+    assert response.headers["x-warning"] == "ignored unknown fields: modality"
+    for unnamed in ({"model": None}, {}):
+        assert ok(service.post(path, {"input": "the"} | unnamed))["model"] == "tiny@3"
     cut = ok(service.post(path, body | {"dimensions": 2, "user": "me"}))["data"][0]
     assert cut["embedding"] == [1, 0]
     assert len(ok(service.post(path, {"input": [109, 110], "model": "tiny"}))["data"]) == 1
@@ -430,10 +436,12 @@ def test_embeddings_in_openai_s_shape(service: Service, path: str) -> None:
     ("fields", "status", "code"),
     [
         ({"input": ""}, 400, "empty_input"),
-        ({"model": None}, 400, "invalid_body"),
         ({"model": "x"}, 404, "model_not_found"),
         ({"dimensions": 9}, 400, "invalid_value"),
-        ({"more": 1}, 400, "invalid_body"),
+        ({"encoding_format": "hex"}, 400, "invalid_body"),
+        ({"output_dtype": "int8"}, 400, "invalid_body"),
+        ({"task": "poetry"}, 400, "invalid_value"),
+        ({"input": [{"image": "data:"}]}, 400, "invalid_body"),
     ],
 )
 def test_errors_in_openai_s_shape(
@@ -451,7 +459,9 @@ def test_models_in_openai_s_shape(service: Service) -> None:
     rows = ok(service.get("/v1/models"))
     assert rows.keys() == {"object", "data"}
     assert rows["object"] == "list"
-    assert [row["id"] for row in rows["data"]] == ["tiny@3", "small@1", "tiny@2"]
+    names = ["tiny@3", "tiny", "small@1", "small", "tiny@2"]
+    assert [row["id"] for row in rows["data"]] == names
+    assert ok(service.get("/models")) == rows
     one = {"id": "tiny@3", "object": "model", "created": 1_767_225_600, "owned_by": "cloze"}
     one |= {name: rows["data"][0][name] for name in ("embedding_space", "embedding_spaces")}
     assert one["embedding_spaces"]["embed"] == one["embedding_space"]
@@ -487,6 +497,23 @@ def test_embeddings_in_cohere_s_shape(service: Service) -> None:
     inputs = [{"content": [{"type": "text", "text": text}]} for text in COHERE["texts"]]
     same = ok(service.post("/v2/embed", COHERE | {"texts": None, "inputs": inputs}))
     assert same == answer | {"id": same["id"]}
+    response = service.post("/v2/embed", {"texts": ["the"], "input_type": None, "more": 1})
+    assert ok(response)["embeddings"]["float"] == answer["embeddings"]["float"][:1]
+    assert response.headers["x-warning"] == "ignored unknown fields: more"
+
+
+def test_embeddings_of_version_1_of_cohere_s_api(service: Service) -> None:
+    floats = ok(service.post("/v1/embed", COHERE | {"truncate": None}))
+    assert floats == {
+        "id": floats["id"],
+        "response_type": "embeddings_floats",
+        "embeddings": [pytest.approx([0.6, 0, 0.8, 0]), [0, 0, 1, 0]],
+        "texts": ["the", "the king"],
+        "meta": {"api_version": {"version": "1"}, "billed_units": {"input_tokens": 7}},
+    }
+    named = ok(service.post("/v1/embed", COHERE | {"embedding_types": ["float", "ubinary"]}))
+    assert named["response_type"] == "embeddings_by_type"
+    assert named["embeddings"] == {"float": floats["embeddings"], "ubinary": [[0xA0], [0x20]]}
 
 
 PART = {"type": "text", "text": "a"}
@@ -501,7 +528,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ({"texts": None}, 400, "invalid_value"),
         ({"texts": None, "inputs": [{"content": [PART | {"text": ""}]}]}, 400, "empty_input"),
         ({"texts": None, "inputs": [{"content": [IMAGE]}]}, 400, "invalid_body"),
-        ({"images": ["data:"]}, 400, "invalid_body"),
+        ({"images": ["data:"]}, 400, "invalid_value"),
+        ({"input_type": "image"}, 400, "invalid_value"),
         ({"embedding_types": ["int8"]}, 400, "invalid_body"),
         ({"output_dimension": 9}, 400, "invalid_value"),
         ({"model": "x"}, 404, "model_not_found"),
@@ -510,9 +538,10 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
 def test_errors_in_cohere_s_shape(
     service: Service, fields: dict[str, Any], status: int, code: str
 ) -> None:
-    response = service.post("/v2/embed", COHERE | fields)
-    assert error_of(response) == (status, code)
-    assert response.json().keys() == {"message"}
+    for path in ("/v1/embed", "/v2/embed"):
+        response = service.post(path, COHERE | fields)
+        assert error_of(response) == (status, code)
+        assert response.json().keys() == {"message"}
 
 
 def tensor(name: str, *texts: str, **fields: Any) -> dict[str, Any]:

@@ -217,10 +217,11 @@ class _Embeddings(TaskRoute):
 
 def _joined(texts: Any) -> tuple[str, list[tuple[int, int]]]:
     """Return texts as one text, and the (start, end) of each in it, in characters."""
+    at = Location(("input",))
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise InvalidRequest("must be a list of texts, as late_chunking is true", INPUTS)
+        raise InvalidRequest("must be a list of texts, as late_chunking is true", at)
     if "" in texts:
-        raise EmptyRequest("is empty; it needs at least 1 character", INPUTS.below(texts.index("")))
+        raise EmptyRequest("is empty; it needs at least 1 character", at.below(texts.index("")))
     ends = [end + index for index, end in enumerate(accumulate(map(len, texts)))]
     starts = [end - len(text) for text, end in zip(texts, ends, strict=True)]
     return " ".join(texts), list(zip(starts, ends, strict=True))

@@ -20,6 +20,7 @@ from cloze.service.protocols import protocol
 from cloze.service.tasks import TASKS
 from tests.support.refusals import error_of
 from tests.support.route_service import OneLabel, Service
+from tests.support.task_model import ID
 
 CLASSES = {
     "sequence_classification": {"labels": ["a", "b", "c", "d"], "problem_type": "regression"}
@@ -31,6 +32,9 @@ RANKER = CLASSIFIER | {
     "name": "ranker",
     "heads": {"sequence_classification": {"labels": ["score"], "problem_type": "regression"}},
 }
+EMBEDDING = {
+    "dimensions": 4, "pooling": "mean", "normalize": True, "max_tokens": 10, "projected": False,
+}  # fmt: skip
 EMBEDDER = {"name": "small", "version": 1, "tasks": ("embed",), "heads": {}}
 
 
@@ -430,6 +434,72 @@ def test_embeddings_in_openai_s_shape(service: Service, path: str) -> None:
     cut = ok(service.post(path, body | {"dimensions": 2, "user": "me"}))["data"][0]
     assert cut["embedding"] == [1, 0]
     assert len(ok(service.post(path, {"input": [109, 110], "model": "tiny"}))["data"]) == 1
+
+
+def test_embeddings_in_the_types_of_voyage_and_jina(service: Service) -> None:
+    def vectors(**fields: Any) -> list[Any]:
+        body = {"input": ["the", "the king"], "model": "small"} | fields
+        return [row["embedding"] for row in ok(service.post("/v1/embeddings", body))["data"]]
+
+    for named in ({"output_dtype": "ubinary"}, {"embedding_type": ["ubinary"]}):
+        assert vectors(**named) == [[0xA0], [0x20]]
+    assert vectors(encoding_type="binary") == [[32], [-96]]
+    encoded = vectors(encoding_format="base64", output_dtype="binary")
+    assert [np.frombuffer(base64.b64decode(one), np.int8).tolist() for one in encoded] == [
+        [32],
+        [-96],
+    ]
+    assert vectors(input=[{"text": "the"}, {"text": "of a"}]) == vectors(input=["the", "of a"])
+
+
+@pytest.mark.parametrize(
+    ("word", "prompt"),
+    [
+        ("retrieval.query", "ask :"), ("nl2code.query", "ask :"), ("retrieval.passage", None),
+        ("classification", "the of"), ("separation", "in a"), ("clustering", "in a"),
+        ("text-matching", None),
+    ],
+)  # fmt: skip
+def test_a_task_chooses_the_prompt_of_a_model(
+    tmp_path: Path, word: str, prompt: str | None
+) -> None:
+    """Of its role, or of its name in any case; else none. The engine's vector tells one token."""
+    prompts = {"query": "ask : ", "Classification": "the of ", "clustering": "in a "}
+    own = EMBEDDER | {"embedding": EMBEDDING | {"prompts": prompts}}
+    with Service(tmp_path, [own]) as made:
+        for path, field, texts in (
+            ("/v1/embeddings", "task", "input"),
+            ("/v2/embed", "input_type", "texts"),
+        ):
+            response = made.post(path, {texts: ["the"], field: word})
+            assert response.status_code == 200, response.text
+            assert made.seen.tokens == 3 + len(prompt.split() if prompt else ())
+        spaces = [
+            made.post("/v1/embeddings", {"input": "the", "task": one}).headers["x-embedding-space"]
+            for one in (word, "text-matching")
+        ]
+        assert (len(set(spaces)) == 1) == (prompt is None)
+
+
+def test_late_chunking_embeds_the_texts_as_parts_of_one(service: Service) -> None:
+    """The engine's vector of a token is its id."""
+    body = {"input": ["the of", "a", "in"], "model": "tiny", "normalized": False}
+    rows = ok(service.post("/v1/embeddings", body | {"late_chunking": True}))["data"]
+    expected = [(ID["the"] + ID["of"]) / 2, ID["a"], ID["in"]]
+    assert [row["embedding"][0] for row in rows] == expected
+    assert service.seen.tokens == 6
+    same = ok(service.post("/v1/embeddings", body | {"late_chunking": False}))["data"]
+    assert same == ok(service.post("/v1/embeddings", body))["data"] != rows
+    for wrong, code, begin in (
+        ({"input": "the"}, "invalid_value", "input must be a list of texts"),
+        ({"input": [[5, 6]]}, "invalid_value", "input must be a list of texts"),
+        ({"input": ["a", ""]}, "empty_input", "input[1] is empty"),
+        ({"input": ["a " * 12, "of"]}, "invalid_value", "input[1] has no token among the 10 "),
+        ({"input": ["a"] * 301}, "limit_exceeded", "input has 301 "),
+    ):
+        response = service.post("/v1/embeddings", body | {"late_chunking": True} | wrong)
+        assert error_of(response) == (400, code)
+        assert response.json()["error"]["message"].startswith(begin)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ found = {
         "document": voyage_embed(input_type="document"),
         "without": voyage_embed(),
         "short": voyage_embed(input_type="query", output_dimension=8),
-        "unknown": error_of(lambda: voyage_embed(input_type="clustering")),
+        "unknown": error_of(lambda: voyage_embed(input_type="poetry")),
         "long": error_of(lambda: voyage_embed(long_text, truncation=False)),
     },
     "nvidia": {
@@ -64,14 +64,14 @@ found = {
         "document": jina_embed(task="retrieval.passage"),
         "without": jina_embed(),
         "short": jina_embed(task="retrieval.query", dimensions=8),
-        "unknown": error_of(lambda: jina_embed(task="separation")),
+        "unknown": error_of(lambda: jina_embed(task="poetry")),
     },
     "cohere": {
         "query": cohere_embed().embeddings.float_[0],
         "document": cohere_embed(input_type="search_document").embeddings.float_[0],
         "short": cohere_embed(output_dimension=8).embeddings.float_[0],
         "cut": cohere_embed(long_text, truncate="START").embeddings.float_[0],
-        "unknown": error_of(lambda: cohere_embed(input_type="clustering")),
+        "unknown": error_of(lambda: cohere_embed(input_type="poetry")),
         "long": error_of(lambda: cohere_embed(long_text, truncate="NONE")),
     },
 }

@@ -65,7 +65,9 @@ def test_an_error_has_its_status_and_its_type(
         "/v1/": (only_400, {"error": error, "detail": message}),
         "/v2/embed": (only_400, {"message": message}),
         "/v2": (only_400, {"error": message}),
+        "/api/": (only_400, {"error": message}),
     }
+    expected |= {"/models": expected["/v1/"], "/api/tags": expected["/api/"]}
     usual = (status, {"error": message, "error_type": error_type, "code": code})
     assert response.headers["x-error-code"] == code
     answer = response.status_code, json.loads(response.body)

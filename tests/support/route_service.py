@@ -126,6 +126,7 @@ class Service:
         described: changes of the manifest, per model; the first one is the default.
         tasks: the tasks that the server offers.
         callers: names the clients.
+        aliases: other names of the models.
 
     Attributes:
         engine: the engine of all models.
@@ -141,6 +142,7 @@ class Service:
         *,
         tasks: dict[str, Task] = TASKS,
         callers: Callers | None = None,
+        aliases: dict[str, str] | None = None,
     ) -> None:
         limits = SchedulerLimits(1, 512, 100_000, 30.0)
         self.engine = HandEngine()
@@ -160,7 +162,7 @@ class Service:
         )
         self.context = ProtocolContext(
             tasks,
-            Models(pipelines, tasks.values()),
+            Models(pipelines, tasks.values(), aliases=aliases),
             self.metrics,
             self.state,
             BODY_LIMITS,

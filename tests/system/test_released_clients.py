@@ -60,6 +60,42 @@ def test_langchain_and_llama_index(server: Server, vectors: np.ndarray, tmp_path
     assert [score for _, score in found["llama ranks"]] == pytest.approx(cosines(vectors), abs=1e-5)
 
 
+def test_clients_of_cohere_jina_ollama_and_others(
+    tiny_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "CHROMA_COHERE_API_KEY": "none",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    aliases = "an/alias:v1=bert,embed-english-v3.0=bert@1"
+    with running_server(tiny_store, CLOZE_ALIASES=aliases) as server:
+        monkeypatch.setenv("CO_API_URL", server.url)
+        expected = httpx.post(f"{server.url}/embed", json={"inputs": TEXTS, "model": "bert"}).json()
+        found = run(
+            "embedders.py",
+            "embedders.txt",
+            tmp_path / "environment",
+            server.url,
+            json.dumps(TEXTS),
+        )
+    assert len(found["vectors"]) == 24
+    for name, rows in found["vectors"].items():
+        np.testing.assert_allclose(rows, expected, atol=1e-5, err_msg=name)
+    late = np.array(found["late"])
+    np.testing.assert_allclose(late[0], late[1], atol=1e-6)
+    assert late.shape == (2, *np.shape(expected))
+    assert abs(late[0] - expected).max() > 1e-3
+    np.testing.assert_array_equal(found["signs"], np.array(expected) > 0)
+    assert {"bert:latest", "an/alias:v1"} <= {*found["listed"]}
+    assert found["shown"] == ["embedding"]
+    ollama_error, no_route, no_images, mistral_error = found["errors"]
+    assert "(status code: 404)" in ollama_error
+    assert "there is no route '/api/chat'" in no_route
+    assert no_images.startswith("cohere.errors.bad_request_error.BadRequestError")
+    assert "no model 'nobody' is served" in mistral_error
+
+
 def test_haystack(server: Server, vectors: np.ndarray, tmp_path: Path) -> None:
     found = run(
         "haystack_components.py",

@@ -242,7 +242,8 @@ class Service:
             limits, path = task_limits(settings, model.bundle.manifest), model.bundle.path
             pipelines.append(Pipeline(model, limits, tokenizers.get(path), self._clock))
             tokenizers[path] = pipelines[-1].context.tokenizer
-        models = Models(pipelines, self._tasks.values(), settings.default_models())
+        defaults, aliases = settings.default_models(), settings.models_of_aliases()
+        models = Models(pipelines, self._tasks.values(), defaults, aliases)
         has_keys = self._callers.keys is not None
         context = ProtocolContext(
             self._tasks,

@@ -6,6 +6,7 @@ Every setting is the variable ``CLOZE_<NAME>`` in the environment and the option
 
 import ipaddress
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -22,6 +23,9 @@ ENV_PREFIX = "CLOZE_"
 
 _DEFAULT = f"{ENV_PREFIX}DEFAULT"
 _DEFAULT_OF_A_TASK = f"{_DEFAULT}_"
+
+_ALIAS = re.compile(r"[!-+\--<>-~]{1,200}")
+"""Printable ASCII without spaces, commas and equals signs."""
 
 CPU_BATCH_TOKENS = 512
 """Default batch size limit on a CPU, in tokens."""
@@ -69,6 +73,10 @@ class Settings(BaseSettings):
     """the model that answers a task's requests which name none, as TASK=NAME; repeat the option, or
     set one variable per task, for example CLOZE_DEFAULT_FILL_MASK; default: the first that serves
     the task, in the order of `model`, or else the bundled ones and then the oldest name"""
+    aliases: _Names = ()
+    """other names of served models, as ALIAS=NAME, for clients whose model names are fixed, for
+    example text-embedding-3-small=my-model; repeat the option, or separate them by commas in the
+    environment; default: none"""
     adapter: _Names = ()
     """adapters to serve, as PEFT writes them: a folder with adapter_config.json, or a folder of
     such folders; each is a model with the name of its folder, on the first bundle that takes it
@@ -201,6 +209,20 @@ class Settings(BaseSettings):
                 raise ValueError(f"the task {task!r} has two defaults")
         return value
 
+    @field_validator("aliases")
+    @classmethod
+    def _one_model_per_alias(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        names = [pair.partition("=")[0] for pair in value]
+        for pair, alias in zip(value, names, strict=True):
+            if not (_ALIAS.fullmatch(alias) and pair[len(alias) + 1 :]):
+                raise ValueError(
+                    f"{pair[:80]!a} is not ALIAS=NAME; an alias has 1 to 200 printable ASCII "
+                    "characters, without spaces, commas and ="
+                )
+            if names.count(alias) > 1:
+                raise ValueError(f"the alias {alias!r} has two models")
+        return value
+
     @model_validator(mode="after")
     def _fit_each_other(self) -> Self:
         if (self.tls_certificate is None) != (self.tls_key is None):
@@ -222,6 +244,10 @@ class Settings(BaseSettings):
     def default_models(self) -> dict[str, str]:
         """Return the models that `default` names, by task."""
         return {task: name for task, _, name in (pair.partition("=") for pair in self.default)}
+
+    def models_of_aliases(self) -> dict[str, str]:
+        """Return the models that `aliases` names, by alias."""
+        return {alias: name for alias, _, name in (pair.partition("=") for pair in self.aliases)}
 
     def worker_count(self, device: Device) -> int:
         """Return the number of worker threads per model on a device."""

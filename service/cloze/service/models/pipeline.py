@@ -224,12 +224,16 @@ class Models:
         pipelines: at least one pipeline; the first that serves a task is the task's default.
         tasks: the tasks that clients may request.
         defaults: task -> the model that is its default instead, NAME or NAME@VERSION.
+        aliases: another name of a model -> NAME or NAME@VERSION of the model.
 
     Attributes:
         tasks_of: the names of the tasks that each model serves.
+        names_of: the names of each model: NAME@VERSION, then NAME if the model is the newest
+            version, then its aliases.
 
     Raises:
-        StartupError: a default is of no task, or is not served, or does not serve its task.
+        StartupError: a default is of no task, or is not served, or does not serve its task; or the
+            model of an alias is not served, or a model has the name of an alias.
     """
 
     def __init__(
@@ -237,8 +241,9 @@ class Models:
         pipelines: Sequence[Pipeline],
         tasks: Iterable[Task],
         defaults: Mapping[str, str] | None = None,
+        aliases: Mapping[str, str] | None = None,
     ) -> None:
-        self.pipelines = tuple(pipelines)
+        self.pipelines, self._aliases = tuple(pipelines), aliases or {}
         self._tasks = {task.name: task for task in tasks}
         self._to_whom = ""
         self.within = lru_cache(1024)(self._within)  # each limited API key has a set of models
@@ -247,6 +252,11 @@ class Models:
             # A name without a version stands for the newest version.
             self._by_name[pipeline.manifest.name] = pipeline
             self._by_name[pipeline.manifest.reference] = pipeline
+        self._by_name |= self._aliased()
+        self.names_of = {pipeline: [pipeline.reference] for pipeline in self.pipelines}
+        for name, pipeline in self._by_name.items():
+            if name != pipeline.reference:
+                self.names_of[pipeline].append(name)
         self._served = {
             name: [p for p in self.pipelines if task.is_served_by(p.manifest)]
             for name, task in self._tasks.items()
@@ -265,10 +275,24 @@ class Models:
                 raise errors.StartupError(f"default of {name}: {error}") from None
             self._served[name].sort(key=lambda pipeline: pipeline is not default)
 
+    def _aliased(self) -> dict[str, Pipeline]:
+        """Return the models by their aliases, none of which is the name of a model."""
+        aliased = {}
+        for alias, name in self._aliases.items():
+            if alias in self._by_name:
+                raise errors.StartupError(f"alias {alias}: a served model has this name")
+            try:
+                aliased[alias] = self.named(name)
+            except errors.UnknownModel as error:
+                raise errors.StartupError(f"alias {alias}: {error}") from None
+        return aliased
+
     def _within(self, names: frozenset[str]) -> "Models":
         """Return only the models of these names, NAME or NAME@VERSION, in the order of these."""
         chosen = [p for p in self.pipelines if not names.isdisjoint((p.manifest.name, p.reference))]
-        view = Models(chosen, self._tasks.values())
+        of_chosen = {name for p in chosen for name in (p.manifest.name, p.reference)}
+        aliases = {alias: name for alias, name in self._aliases.items() if name in of_chosen}
+        view = Models(chosen, self._tasks.values(), aliases=aliases)
         view._to_whom = " to this key"
         for task, served in self._served.items():  # the defaults stay first
             view._served[task] = [pipeline for pipeline in served if pipeline in view.tasks_of]
@@ -286,12 +310,15 @@ class Models:
         return next(iter(self.serving(task)), None)
 
     def named(self, name: str) -> Pipeline:
-        """Return the pipeline of a model, ``NAME`` or ``NAME@VERSION``.
+        """Return the pipeline of a model, by ``NAME``, ``NAME@VERSION`` or an alias.
+
+        Ollama's clients may add ``:latest`` to a name.
 
         Raises:
             UnknownModel: no model of that name is served.
         """
-        if (named := self._by_name.get(name)) is None:
+        named = self._by_name.get(name) or self._by_name.get(name.removesuffix(":latest"))
+        if named is None:
             names = sorted(self._by_name)
             served = ", ".join(names[:_SHOWN_NAMES])
             if len(names) > _SHOWN_NAMES:
@@ -308,7 +335,7 @@ class Models:
 
         Args:
             task: the task to serve.
-            name: ``NAME`` or ``NAME@VERSION``; None selects the task's default.
+            name: ``NAME``, ``NAME@VERSION`` or an alias; None selects the task's default.
             serving: the pipelines to choose from, the default first; None: those of the task.
 
         Raises:

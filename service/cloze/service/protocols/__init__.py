@@ -17,8 +17,11 @@ from cloze.service.protocols import (
     cohere,
     native,
     nvidia,
+    ollama,
+    ollama_models,
     open_inference,
     openai,
+    openai_models,
     reranking,
     tei,
     vllm,
@@ -29,11 +32,14 @@ PROTOCOLS: Final[tuple[WireProtocol, ...]] = (
     native.PROTOCOL,
     tei.PROTOCOL,
     openai.PROTOCOL,
+    openai_models.PROTOCOL,
     open_inference.PROTOCOL,
     cohere.PROTOCOL,
     reranking.PROTOCOL,
     nvidia.PROTOCOL,
     vllm.PROTOCOL,
+    ollama.PROTOCOL,
+    ollama_models.PROTOCOL,
 )
 
 

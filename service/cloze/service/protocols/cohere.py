@@ -1,9 +1,12 @@
-"""Cohere's protocol: ``/v2/embed``, with Cohere's errors.
+"""Cohere's protocol: ``/v2/embed`` and ``/v1/embed``, with Cohere's errors.
 
 Cohere's int8 and uint8 vectors have a scale that its answers do not state. `/embed` has int8 with
 its scale.
 
-Source: the released client, cohere 7.3, and the OpenAPI document of Cohere's API.
+The two routes differ in the answer to a request that names no type of numbers: that of version 1 is
+a list of vectors, and that of version 2 is an object with the list.
+
+Source: the released clients, cohere 5.21 and 7.3, and the OpenAPI document of Cohere's API.
 """
 
 from base64 import b64encode
@@ -11,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-import numpy as np
 from pydantic import ConfigDict, Field
 from pydantic.config import JsonDict
 
@@ -19,27 +21,26 @@ from cloze.service.core import Float32, ServedRequest
 from cloze.service.errors import InvalidRequest, Location
 from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.protocols.protocol import (
+    SIGNS,
     STATUSES_WITHOUT_422,
+    LenientModel,
     ProtocolContext,
     TaskRoute,
     WireProtocol,
 )
 from cloze.service.tasks import embed
 from cloze.service.tasks.task import INPUTS
-from cloze.service.tasks.texts import ROLE_WORDS, TRUNCATIONS, Truncate
+from cloze.service.tasks.texts import INPUT_TYPES, TRUNCATIONS, Truncate
 from cloze.service.tasks.wire import Count, NotEmpty, Text, Texts, WireModel
-
-_PATH: Final = "/v2/embed"
 
 EmbeddingType = Literal["float", "base64", "binary", "ubinary"]
 
-_NUMBERS: Final[Mapping[EmbeddingType, Callable[[Float32], Any]]] = {
+_NUMBERS: Final[Mapping[str | None, Callable[[Float32], Any]]] = {
     "float": lambda vectors: vectors,
     "base64": lambda vectors: [b64encode(row).decode() for row in vectors.astype("<f4")],
-    "binary": lambda vectors: (np.packbits(vectors > 0, axis=1) - np.uint8(128)).view(np.int8),
-    "ubinary": lambda vectors: np.packbits(vectors > 0, axis=1),
+    **SIGNS,
 }
-"""How vectors [n, D] are written. The binary types have the signs of 8 numbers per integer."""
+"""How vectors [n, D] are written."""
 
 
 class TextContent(WireModel):
@@ -63,27 +64,31 @@ def _only(field: str, other: str) -> JsonDict:
     }
 
 
-class CohereEmbedBody(WireModel):
-    """The body of ``POST /v2/embed``."""
+class CohereEmbedBody(LenientModel):
+    """The body of ``POST /v2/embed`` and ``POST /v1/embed``."""
 
     model_config = ConfigDict(
         json_schema_extra={"oneOf": [_only("texts", "inputs"), _only("inputs", "texts")]}
     )
 
-    model: str = Field(description="a served model, NAME or NAME@VERSION")
-    input_type: str = Field(
-        description="what the texts are for, which chooses the model's own prompt: "
-        f"{', '.join(ROLE_WORDS)}",
-        json_schema_extra={"enum": [*ROLE_WORDS]},
+    model: str | None = Field(
+        None, description="a served model, NAME, NAME@VERSION or an alias; null: the default model"
+    )
+    input_type: str | None = Field(
+        None,
+        description="what the texts are for, which chooses the model's own prompt, if it has one: "
+        f"{', '.join(INPUT_TYPES)}",
+        json_schema_extra={"enum": [*INPUT_TYPES, None]},
     )
     texts: Texts | None = Field(None, description="the texts; leave out inputs")
     inputs: Annotated[list[EmbedInput], NotEmpty] | None = Field(
         None, description="the texts as objects; leave out texts"
     )
+    images: list[Any] | None = Field(None, description="refused; the models embed texts")
     embedding_types: list[EmbeddingType] | None = Field(
         None,
         description="how the numbers are written; base64 has little-endian float32, binary and "
-        "ubinary have signs; the default is float",
+        "ubinary have signs; the default is float, which /v1/embed then writes without its name",
     )
     output_dimension: Count | None = Field(None, description="number of leading dimensions to keep")
     truncate: Truncate | None = Field(
@@ -98,7 +103,7 @@ class CohereEmbedBody(WireModel):
 class ApiVersion:
     """The version of Cohere's API."""
 
-    version: Literal["2"]
+    version: Literal["1", "2"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +123,22 @@ class Meta:
 
 @dataclass(frozen=True, slots=True)
 class EmbedByTypeResponse:
-    """The response to ``POST /v2/embed``: per type, a vector per text."""
+    """A response with a vector per text for each type of numbers."""
 
     id: str
     response_type: Literal["embeddings_by_type"]
     embeddings: dict[EmbeddingType, list[list[float] | str]]
+    texts: list[str]
+    meta: Meta
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedFloatsResponse:
+    """The response to ``POST /v1/embed`` without types: a vector per text."""
+
+    id: str
+    response_type: Literal["embeddings_floats"]
+    embeddings: list[list[float]]
     texts: list[str]
     meta: Meta
 
@@ -141,23 +157,30 @@ class _Embed(TaskRoute):
         Location(("dimensions",)): "output_dimension",
         INPUTS: "texts",
     }
-    doc = RouteDoc(
-        "One vector per text, in Cohere's shape",
-        "Cohere",
-        EmbedByTypeResponse,
-        CohereErrorBody,
-        examples={
-            "Two texts": {
-                "texts": ["What is deep learning?", "A cat sat."],
-                "model": "cloze-bert",
-                "input_type": "search_document",
-                "embedding_types": ["float"],
-            }
-        },
-        errors=STATUSES_WITHOUT_422,
-    )
+
+    def __init__(self, context: ProtocolContext, version: Literal["1", "2"]) -> None:
+        super().__init__(context)
+        self._version: Literal["1", "2"] = version
+        floats = EmbedFloatsResponse | EmbedByTypeResponse
+        self.doc = RouteDoc(
+            f"One vector per text, in the shape of version {version} of Cohere's API",
+            "Cohere",
+            floats if version == "1" else EmbedByTypeResponse,
+            CohereErrorBody,
+            examples={
+                "Two texts": {
+                    "texts": ["What is deep learning?", "A cat sat."],
+                    "model": "cloze-bert",
+                    "input_type": "search_document",
+                    "embedding_types": ["float"],
+                }
+            },
+            errors=STATUSES_WITHOUT_422,
+        )
 
     def to_call(self, _: ServedRequest, body: CohereEmbedBody) -> tuple[Any, Any]:
+        if body.images:
+            raise InvalidRequest("are not embedded; send texts", Location(("images",)))
         if (body.texts is None) == (body.inputs is None):
             given = "neither" if body.texts is None else "both"
             raise InvalidRequest(f"the request has {given} of texts and inputs; send one of them")
@@ -173,14 +196,13 @@ class _Embed(TaskRoute):
         return at if at[:1] == INPUTS and body.texts is None else super().in_body(at, body)
 
     def respond(self, request: ServedRequest, body: CohereEmbedBody, value: Float32) -> Any:
+        identity, texts = request.identity.decode("ascii"), _texts(body)
+        meta = Meta(ApiVersion(self._version), BilledUnits(request.tokens))
+        if self._version == "1" and not body.embedding_types:
+            return EmbedFloatsResponse(identity, "embeddings_floats", value, texts, meta)  # type: ignore[arg-type]
         kinds = dict.fromkeys(body.embedding_types or ("float",))
-        return EmbedByTypeResponse(
-            request.identity.decode("ascii"),
-            "embeddings_by_type",
-            {kind: _NUMBERS[kind](value) for kind in kinds},
-            _texts(body),
-            Meta(ApiVersion("2"), BilledUnits(request.tokens)),
-        )
+        vectors = {kind: _NUMBERS[kind](value) for kind in kinds}
+        return EmbedByTypeResponse(identity, "embeddings_by_type", vectors, texts, meta)
 
 
 def _texts(body: CohereEmbedBody) -> list[str]:
@@ -190,8 +212,10 @@ def _texts(body: CohereEmbedBody) -> list[str]:
 
 
 def routes(context: ProtocolContext) -> Sequence[Route]:
-    """Return the route for Cohere's clients."""
-    return [_Embed(context).bind(_PATH)]
+    """Return the routes for Cohere's clients."""
+    return [_Embed(context, "2").bind("/v2/embed"), _Embed(context, "1").bind("/v1/embed")]
 
 
-PROTOCOL: Final = WireProtocol((_PATH,), routes, lambda error: CohereErrorBody(error.message))
+PROTOCOL: Final = WireProtocol(
+    ("/v2/embed", "/v1/embed"), routes, lambda error: CohereErrorBody(error.message)
+)

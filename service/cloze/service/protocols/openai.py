@@ -1,54 +1,68 @@
-"""OpenAI's protocol: ``/v1/embeddings`` and ``/v1/models``, with OpenAI's errors."""
+"""OpenAI's protocol: ``/v1/embeddings``, with OpenAI's errors.
+
+Its body also has the fields of clients that follow it, those of Voyage, Jina and NVIDIA.
+"""
 
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar, Final, Literal
-from urllib.parse import unquote
+from itertools import accumulate
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import AliasChoices, Field
-from starlette.requests import Request
-from starlette.responses import Response
 
 from cloze.service.core import ServedRequest
-from cloze.service.errors import Location, UnknownModel
+from cloze.service.errors import EmptyRequest, InvalidRequest, Location, UnknownModel
 from cloze.service.http.errors import ErrorInfo
-from cloze.service.http.routes import RECORD, Route, RouteDoc
-from cloze.service.models.pipeline import Pipeline
+from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.protocols.protocol import (
+    SIGNS,
     STATUSES_WITHOUT_422,
+    LenientModel,
     ProtocolContext,
     TaskRoute,
     WireProtocol,
-    get_route,
-    json_response,
 )
 from cloze.service.tasks import embed
 from cloze.service.tasks.task import INPUTS
-from cloze.service.tasks.texts import ROLE_WORDS, TRUNCATIONS, TextsOrIds, Truncate
-from cloze.service.tasks.wire import Count, WireModel
+from cloze.service.tasks.texts import INPUT_TYPES, TRUNCATIONS, TextsOrIds, Truncate
+from cloze.service.tasks.wire import Count, NotEmpty, Text, WireModel
+
+_PATH: Final = "/v1/embeddings"
 
 _ALIAS: Final = "/embeddings"
 """Another path of ``/v1/embeddings``, which text-embeddings-inference has."""
 
 
-class OpenAiEmbeddingsBody(WireModel):
+Numbers = Literal["float", "base64", "binary", "ubinary"]
+
+
+class TextInput(WireModel):
+    """A text of an input, as Jina's clients send texts beside images, which are refused."""
+
+    text: Text
+
+
+class OpenAiEmbeddingsBody(LenientModel):
     """The body of ``POST /v1/embeddings``: OpenAI's fields, and those of clients that follow it.
 
     Those of Voyage, Jina and NVIDIA have roles of texts, and some names of their own.
     """
 
-    input: TextsOrIds = Field(
-        description="a text, its token ids, or a list of either",
+    input: TextsOrIds | Annotated[list[TextInput], NotEmpty] = Field(
+        description="a text, its token ids, or a list of either; Jina's clients may send a list of "
+        "objects with a text",
         examples=["What is deep learning?"],
     )
-    model: str = Field(description="a served model, NAME or NAME@VERSION")
-    encoding_format: Literal["float", "base64"] | None = Field(
+    model: str | None = Field(
+        None, description="a served model, NAME, NAME@VERSION or an alias; null: the default model"
+    )
+    encoding_format: Numbers | Annotated[list[Numbers], Field(max_length=1)] | None = Field(
         None,
         validation_alias=AliasChoices("encoding_format", "encoding_type", "embedding_type"),
-        description="base64 encodes little-endian float32; the default is float; Jina's names are "
-        "encoding_type and embedding_type",
+        description="base64 encodes little-endian float32, binary and ubinary have the signs of 8 "
+        "numbers per integer; the default is float; Jina's names are encoding_type and "
+        "embedding_type, which may be a list of one",
     )
     dimensions: Count | None = Field(
         None,
@@ -58,8 +72,13 @@ class OpenAiEmbeddingsBody(WireModel):
     input_type: str | None = Field(
         None,
         validation_alias=AliasChoices("input_type", "task"),
-        description="what the texts are for, which chooses the model's own prompt: "
-        f"{', '.join(ROLE_WORDS)}; Jina's name is task",
+        description="what the texts are for, which chooses the model's own prompt, if it has one: "
+        f"{', '.join(INPUT_TYPES)}; Jina's name is task",
+    )
+    late_chunking: bool | None = Field(
+        None,
+        description="Jina's field: embed the texts as parts of one text, which joins them by "
+        "spaces; the default is false",
     )
     truncate: Truncate | bool | None = Field(
         None,
@@ -69,7 +88,9 @@ class OpenAiEmbeddingsBody(WireModel):
     truncation: bool | None = Field(
         None, description="Voyage's field: false refuses a long text; the default is true"
     )
-    output_dtype: Literal["float"] | None = Field(None, description="Voyage's field")
+    output_dtype: Literal["float", "binary", "ubinary"] | None = Field(
+        None, description="Voyage's field: the type of the numbers, also in base64"
+    )
     normalized: bool | None = Field(
         None,
         description="Jina's field: whether to scale vectors to length 1; the default is the "
@@ -80,7 +101,7 @@ class OpenAiEmbeddingsBody(WireModel):
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRow:
-    """One embedding, as numbers or as base64 of little-endian float32."""
+    """One embedding, as numbers or as base64 of little-endian numbers."""
 
     object: Literal["embedding"]
     index: int
@@ -97,36 +118,14 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingList:
-    """The response to ``POST /v1/embeddings``."""
+    """The response to ``POST /v1/embeddings``; ``created`` is in seconds since 1970."""
 
+    id: str
     object: Literal["list"]
+    created: int
     data: list[EmbeddingRow]
     model: str
     usage: Usage
-
-
-@dataclass(frozen=True, slots=True)
-class ModelRow:
-    """One served model; ``created`` is in seconds since 1970.
-
-    ``embedding_space`` names the space of the vectors of `/v1/embeddings`; null for a model that
-    does not embed. ``embedding_spaces`` has the names of all its vectors by task.
-    """
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    embedding_space: str | None
-    embedding_spaces: dict[str, str | None]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelList:
-    """The response to ``GET /v1/models``."""
-
-    object: Literal["list"]
-    data: list[ModelRow]
 
 
 ErrorType = Literal["invalid_request_error", "rate_limit_error", "server_error"]
@@ -165,7 +164,7 @@ def error_body(error: ErrorInfo) -> OpenAiErrorBody:
 class _Embeddings(TaskRoute):
     task = embed.TASK
     body = OpenAiEmbeddingsBody
-    names: ClassVar[Mapping[Location, str]] = {INPUTS: "input"}
+    names: ClassVar[Mapping[Location, str]] = {INPUTS: "input", Location(("spans",)): "input"}
     doc = RouteDoc(
         "One vector per text, in OpenAI's shape",
         "OpenAI",
@@ -182,50 +181,56 @@ class _Embeddings(TaskRoute):
             truncation: dict[str, Any] = {"truncate": body.truncate}
         else:
             truncation = {"truncate": body.truncation} | TRUNCATIONS[body.truncate]
+        given: Any = body.input
+        spans = None
+        if isinstance(given, list) and given and isinstance(given[0], TextInput):
+            given = [part.text for part in given]
+        if body.late_chunking:
+            given, spans = _joined(given)
         parameters = embed.EmbedParameters(
             dimensions=body.dimensions,
             input_type=body.input_type,
             normalize=body.normalized,
+            spans=spans,
             **truncation,
         )
-        return body.input, parameters
+        return given, parameters
 
     def respond(self, request: ServedRequest, body: OpenAiEmbeddingsBody, value: Any) -> Any:
-        vectors: Iterable[Any] = value.astype("<f4", copy=False)
-        if body.encoding_format == "base64":
+        forms = body.encoding_format
+        form = next(iter(forms), None) if isinstance(forms, list) else forms
+        kind = form if form in SIGNS else body.output_dtype
+        vectors: Iterable[Any] = (
+            SIGNS[kind](value) if kind in SIGNS else value.astype("<f4", copy=False)
+        )
+        if form == "base64":
             vectors = [b64encode(vector).decode() for vector in vectors]
-        rows = [EmbeddingRow("embedding", index, vector) for index, vector in enumerate(vectors)]
-        usage = Usage(request.tokens, request.tokens)
-        return EmbeddingList("list", rows, body.model, usage)
+        return EmbeddingList(
+            f"embd-{request.identity.decode('ascii')}",
+            "list",
+            int(self.context.limits.clock.wall()),
+            [EmbeddingRow("embedding", index, vector) for index, vector in enumerate(vectors)],
+            request.model if body.model is None else body.model,
+            Usage(request.tokens, request.tokens),
+        )
+
+
+def _joined(texts: Any) -> tuple[str, list[tuple[int, int]]]:
+    """Return texts as one text, and the (start, end) of each in it, in characters."""
+    at = Location(("input",))
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise InvalidRequest("must be a list of texts, as late_chunking is true", at)
+    if "" in texts:
+        raise EmptyRequest("is empty; it needs at least 1 character", at.below(texts.index("")))
+    ends = [end + index for index, end in enumerate(accumulate(map(len, texts)))]
+    starts = [end - len(text) for text, end in zip(texts, ends, strict=True)]
+    return " ".join(texts), list(zip(starts, ends, strict=True))
 
 
 def routes(context: ProtocolContext) -> Sequence[Route]:
     """Return the routes for OpenAI's clients."""
-
-    async def models(request: Request) -> Response:
-        rows = [_row(pipeline) for pipeline in context.models_of(request.scope[RECORD]).pipelines]
-        return json_response(ModelList("list", rows))
-
-    async def model(request: Request) -> Response:
-        models = context.models_of(request.scope[RECORD])
-        pipeline = models.named(unquote(request.path_params["model"]))
-        return json_response(_row(pipeline))
-
-    get = partial(get_route, tag="OpenAI", error_body=OpenAiErrorBody)
     embeddings = _Embeddings(context)
-    return [
-        embeddings.bind("/v1/embeddings"),
-        embeddings.bind(_ALIAS),
-        get("/v1/models", models, "The served models, in OpenAI's shape", ModelList),
-        get("/v1/models/{model}", model, "A served model, in OpenAI's shape", ModelRow, 404),
-    ]
+    return [embeddings.bind(_PATH), embeddings.bind(_ALIAS)]
 
 
-def _row(pipeline: Pipeline) -> ModelRow:
-    created = int(pipeline.manifest.created.timestamp())
-    spaces = pipeline.own_spaces()
-    own = spaces.get(embed.TASK.name)
-    return ModelRow(pipeline.reference, "model", created, "cloze", own, spaces)
-
-
-PROTOCOL: Final = WireProtocol(("/v1/", _ALIAS), routes, error_body)
+PROTOCOL: Final = WireProtocol(("/v1/", _PATH, _ALIAS), routes, error_body)

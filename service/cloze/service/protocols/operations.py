@@ -148,16 +148,17 @@ def _describe(context: ProtocolContext, models: Models) -> dict[str, Any]:
         "max_request_bytes": context.body_limits.max_bytes,
         "version": version(DISTRIBUTION),
         "defaults": {name: d.manifest.reference for name, d in defaults.items() if d},
-        "models": [_model(context, pipeline) for pipeline in models.pipelines],
+        "models": [_model(context, models, pipeline) for pipeline in models.pipelines],
     }
 
 
-def _model(context: ProtocolContext, pipeline: Pipeline) -> dict[str, Any]:
+def _model(context: ProtocolContext, models: Models, pipeline: Pipeline) -> dict[str, Any]:
     """Return what `/info` says of one model."""
     manifest, bundle, spaces = pipeline.manifest, pipeline.model.bundle, pipeline.own_spaces()
     described = {
         "name": manifest.name,
         "version": manifest.version,
+        "aliases": [n for n in models.names_of[pipeline][1:] if n != manifest.name],
         "tasks": context.models.tasks_of[pipeline],
         "scores": _scores(context, pipeline),
         "family": manifest.architecture.family,

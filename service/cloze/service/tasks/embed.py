@@ -72,6 +72,7 @@ class _State(NamedTuple):
     spans: list[Bounds] | None = None
 
 
+_SPANS: Final = "spans, and Jina's late_chunking,"
 _LEAST_NORM: Final = np.float32(1e-12)
 _REQUEST: Final[Mapping[str, HeadRequest]] = {embedding.HEAD.name: HeadRequest()}
 _TOKENS_REQUEST: Final = {token_embedding.HEAD.name: HeadRequest()}
@@ -164,11 +165,11 @@ def _encode_spans(
     rule = parameters.rule(report=parameters.return_usage)
     if rule.choice == "window":
         raise InvalidRequest("spans are pooled from one pass; long_text window takes several")
-    context.check_head(token_embedding.HEAD, "spans need vectors of tokens")
+    context.check_head(token_embedding.HEAD, f"{_SPANS} need vectors of tokens")
     if options.poolings != (Pooling.MEAN,):
         shown = " + ".join(options.poolings)
-        raise WrongTask(f"spans need mean pooling; the pooling of {reference} is {shown}")
-    _check_no_projection(manifest, "spans")
+        raise WrongTask(f"{_SPANS} need mean pooling; the pooling of {reference} is {shown}")
+    _check_no_projection(manifest, _SPANS)
     if not isinstance(text, str):
         raise InvalidRequest("spans are parts of one text; inputs has token ids, or several texts")
     located = limits.checked(spans, Location(("spans",)), "span")

@@ -158,6 +158,15 @@ class TaskContext:
             raise InvalidRequest(problem, Location(("prompt_name",)))
         return prompts[name]
 
+    def first_prompt(self, names: Sequence[str]) -> str | None:
+        """Return the model's own name of its first prompt that has one of the names, in any case.
+
+        None if the model has no such prompt.
+        """
+        options = self.manifest.embedding
+        own = {name.lower(): name for name in options.prompts} if options and names else {}
+        return next((own[name] for name in names if name in own), None)
+
     def prompt_of(self, role: Role) -> str:
         """Return the prompt of a role; see `Embedding.prompt_of`."""
         options = self.manifest.embedding

@@ -23,16 +23,34 @@ TextsOrIds = Text | TokenIds | Annotated[list[Text | TokenIds], NotEmpty]
 
 EmbedInputs = Annotated[TextsOrIds, Field(description="a text, its token ids, or a list of either")]
 
+_JINA_SEARCHES: Final = (
+    "retrieval", "code", "nl2code", "code2code", "code2nl", "code2completion", "qa",
+)  # fmt: skip
+
 ROLE_WORDS: Final[Mapping[str, Role]] = {
     "query": Role.QUERY,
     "document": Role.DOCUMENT,
     "search_query": Role.QUERY,
     "search_document": Role.DOCUMENT,
-    "retrieval.query": Role.QUERY,
-    "retrieval.passage": Role.DOCUMENT,
     "passage": Role.DOCUMENT,
+    **{f"{search}.query": Role.QUERY for search in _JINA_SEARCHES},
+    **{f"{search}.passage": Role.DOCUMENT for search in _JINA_SEARCHES},
 }
-"""The words for roles: ours, which are Voyage's too, Cohere's, Jina's, and NVIDIA's."""
+"""The words for roles: ours, which are Voyage's too, Cohere's, NVIDIA's, and Jina's."""
+
+TASK_PROMPTS: Final[Mapping[str, tuple[str, ...]]] = {
+    "classification": ("classification",),
+    "clustering": ("clustering", "separation"),
+    "separation": ("separation", "clustering"),
+    "text-matching": ("text-matching", "sts"),
+}
+"""The words for tasks without roles, of Cohere's and Jina's clients -> names of prompts for them.
+
+A model without such a prompt embeds the texts as without a word.
+"""
+
+INPUT_TYPES: Final = (*ROLE_WORDS, *TASK_PROMPTS)
+"""All values of ``input_type``."""
 
 Truncate = Literal["NONE", "START", "END"]
 """What to do with a long text, in the words of Cohere's and NVIDIA's clients."""
@@ -121,28 +139,29 @@ class TextParameters(TruncationParameters, UsageParameters):
 
     prompt_name: str | None = None
     """name of a prompt of the model, which is put before each text"""
-    input_type: str | None = Field(None, json_schema_extra={"enum": [*ROLE_WORDS, None]})
-    """what the texts are for, query or document, which chooses the model's own prompt; Cohere's,
-    Jina's, Voyage's and NVIDIA's words for these are accepted"""
+    input_type: str | None = Field(None, json_schema_extra={"enum": [*INPUT_TYPES, None]})
+    """what the texts are for, query or document, which chooses the model's own prompt; the words of
+    Cohere's, Jina's, Voyage's and NVIDIA's clients are accepted"""
 
     def prompt(self, context: TaskContext) -> str:
         """Return the text to put before each text."""
         if self.input_type is None and self.prompt_name is None:
             return context.default_prompt
-        role = self.role()
-        return context.prompt(self.prompt_name) if role is None else context.prompt_of(role)
+        if (role := self.role()) is not None:
+            return context.prompt_of(role)
+        names = TASK_PROMPTS.get(self.input_type or "", ())
+        return context.prompt(self.prompt_name or context.first_prompt(names))
 
     def role(self) -> Role | None:
-        """Return the role that ``input_type`` names; None: the request has no ``input_type``."""
+        """Return the role that ``input_type`` names; None: the request names no role."""
         if self.input_type is None:
             return None
         if self.prompt_name is not None:
             raise InvalidRequest("prompt_name and input_type both choose a prompt; leave out one")
-        if (role := ROLE_WORDS.get(self.input_type)) is None:
-            known = ", ".join(ROLE_WORDS)
-            problem = f"{quoted(self.input_type)} is not one of {known}"
+        if self.input_type not in INPUT_TYPES:
+            problem = f"{quoted(self.input_type)} is not one of {', '.join(INPUT_TYPES)}"
             raise InvalidRequest(problem, Location(("input_type",)))
-        return role
+        return ROLE_WORDS.get(self.input_type)
 
 
 class CutTextParameters(TextParameters):

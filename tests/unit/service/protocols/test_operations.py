@@ -103,7 +103,7 @@ def test_what_is_said_of_the_models(service: Service) -> None:
     assert roles["document"] == {"prompt_name": None, "embedding_space": own}
     assert roles["query"]["embedding_space"] != own
     assert model == {
-        "name": "tiny", "version": 3, "tasks": served, "family": "bert", "parameters": 100,
+        "name": "tiny", "version": 3, "aliases": [], "tasks": served, "family": "bert", "parameters": 100,
         "precision": "fp32", "max_tokens": 12, "license": None,
         "scores": {
             "fill-mask": "probability", "score": "log-probability", "similarity": "cosine",

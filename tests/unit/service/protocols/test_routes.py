@@ -20,6 +20,7 @@ from cloze.service.protocols import protocol
 from cloze.service.tasks import TASKS
 from tests.support.refusals import error_of
 from tests.support.route_service import OneLabel, Service
+from tests.support.task_model import ID
 
 CLASSES = {
     "sequence_classification": {"labels": ["a", "b", "c", "d"], "problem_type": "regression"}
@@ -31,6 +32,9 @@ RANKER = CLASSIFIER | {
     "name": "ranker",
     "heads": {"sequence_classification": {"labels": ["score"], "problem_type": "regression"}},
 }
+EMBEDDING = {
+    "dimensions": 4, "pooling": "mean", "normalize": True, "max_tokens": 10, "projected": False,
+}  # fmt: skip
 EMBEDDER = {"name": "small", "version": 1, "tasks": ("embed",), "heads": {}}
 
 
@@ -411,8 +415,9 @@ def test_which_models_may_answer_a_route(tmp_path: Path) -> None:
 def test_embeddings_in_openai_s_shape(service: Service, path: str) -> None:
     body = {"input": ["the", "the king"], "model": "small"}
     answer = ok(service.post(path, body))
-    assert answer.keys() == {"object", "data", "model", "usage"}
+    assert answer.keys() == {"id", "object", "created", "data", "model", "usage"}
     assert (answer["object"], answer["model"]) == ("list", "small")
+    assert answer["id"] == f"embd-{service.seen.identity.decode()}"
     assert answer["usage"] == {"prompt_tokens": 7, "total_tokens": 7}
     first, second = answer["data"]
     assert (first["object"], first["index"], second["index"]) == ("embedding", 0, 1)
@@ -420,20 +425,93 @@ def test_embeddings_in_openai_s_shape(service: Service, path: str) -> None:
     encoded = ok(service.post(path, body | {"encoding_format": "base64"}))["data"][1]
     vector = np.frombuffer(base64.b64decode(encoded["embedding"]), "<f4")
     assert vector.tolist() == [0, 0, 1, 0]
-    assert ok(service.post(path, body | {"encoding_format": "float"})) == answer
+    for same in ({"encoding_format": "float"}, {"encoding_format": None}, {"modality": "text"}):
+        response = service.post(path, body | same)
+        assert ok(response)["data"] == answer["data"]
+    assert response.headers["x-warning"] == "ignored unknown fields: modality"
+    for unnamed in ({"model": None}, {}):
+        assert ok(service.post(path, {"input": "the"} | unnamed))["model"] == "tiny@3"
     cut = ok(service.post(path, body | {"dimensions": 2, "user": "me"}))["data"][0]
     assert cut["embedding"] == [1, 0]
     assert len(ok(service.post(path, {"input": [109, 110], "model": "tiny"}))["data"]) == 1
+
+
+def test_embeddings_in_the_types_of_voyage_and_jina(service: Service) -> None:
+    def vectors(**fields: Any) -> list[Any]:
+        body = {"input": ["the", "the king"], "model": "small"} | fields
+        return [row["embedding"] for row in ok(service.post("/v1/embeddings", body))["data"]]
+
+    for named in ({"output_dtype": "ubinary"}, {"embedding_type": ["ubinary"]}):
+        assert vectors(**named) == [[0xA0], [0x20]]
+    assert vectors(encoding_type="binary") == [[32], [-96]]
+    encoded = vectors(encoding_format="base64", output_dtype="binary")
+    assert [np.frombuffer(base64.b64decode(one), np.int8).tolist() for one in encoded] == [
+        [32],
+        [-96],
+    ]
+    assert vectors(input=[{"text": "the"}, {"text": "of a"}]) == vectors(input=["the", "of a"])
+
+
+@pytest.mark.parametrize(
+    ("word", "prompt"),
+    [
+        ("retrieval.query", "ask :"), ("nl2code.query", "ask :"), ("retrieval.passage", None),
+        ("classification", "the of"), ("separation", "in a"), ("clustering", "in a"),
+        ("text-matching", None),
+    ],
+)  # fmt: skip
+def test_a_task_chooses_the_prompt_of_a_model(
+    tmp_path: Path, word: str, prompt: str | None
+) -> None:
+    """Of its role, or of its name in any case; else none. The engine's vector tells one token."""
+    prompts = {"query": "ask : ", "Classification": "the of ", "clustering": "in a "}
+    own = EMBEDDER | {"embedding": EMBEDDING | {"prompts": prompts}}
+    with Service(tmp_path, [own]) as made:
+        for path, field, texts in (
+            ("/v1/embeddings", "task", "input"),
+            ("/v2/embed", "input_type", "texts"),
+        ):
+            response = made.post(path, {texts: ["the"], field: word})
+            assert response.status_code == 200, response.text
+            assert made.seen.tokens == 3 + len(prompt.split() if prompt else ())
+        spaces = [
+            made.post("/v1/embeddings", {"input": "the", "task": one}).headers["x-embedding-space"]
+            for one in (word, "text-matching")
+        ]
+        assert (len(set(spaces)) == 1) == (prompt is None)
+
+
+def test_late_chunking_embeds_the_texts_as_parts_of_one(service: Service) -> None:
+    """The engine's vector of a token is its id."""
+    body = {"input": ["the of", "a", "in"], "model": "tiny", "normalized": False}
+    rows = ok(service.post("/v1/embeddings", body | {"late_chunking": True}))["data"]
+    expected = [(ID["the"] + ID["of"]) / 2, ID["a"], ID["in"]]
+    assert [row["embedding"][0] for row in rows] == expected
+    assert service.seen.tokens == 6
+    same = ok(service.post("/v1/embeddings", body | {"late_chunking": False}))["data"]
+    assert same == ok(service.post("/v1/embeddings", body))["data"] != rows
+    for wrong, code, begin in (
+        ({"input": "the"}, "invalid_value", "input must be a list of texts"),
+        ({"input": [[5, 6]]}, "invalid_value", "input must be a list of texts"),
+        ({"input": ["a", ""]}, "empty_input", "input[1] is empty"),
+        ({"input": ["a " * 12, "of"]}, "invalid_value", "input[1] has no token among the 10 "),
+        ({"input": ["a"] * 301}, "limit_exceeded", "input has 301 "),
+    ):
+        response = service.post("/v1/embeddings", body | {"late_chunking": True} | wrong)
+        assert error_of(response) == (400, code)
+        assert response.json()["error"]["message"].startswith(begin)
 
 
 @pytest.mark.parametrize(
     ("fields", "status", "code"),
     [
         ({"input": ""}, 400, "empty_input"),
-        ({"model": None}, 400, "invalid_body"),
         ({"model": "x"}, 404, "model_not_found"),
         ({"dimensions": 9}, 400, "invalid_value"),
-        ({"more": 1}, 400, "invalid_body"),
+        ({"encoding_format": "hex"}, 400, "invalid_body"),
+        ({"output_dtype": "int8"}, 400, "invalid_body"),
+        ({"task": "poetry"}, 400, "invalid_value"),
+        ({"input": [{"image": "data:"}]}, 400, "invalid_body"),
     ],
 )
 def test_errors_in_openai_s_shape(
@@ -451,7 +529,9 @@ def test_models_in_openai_s_shape(service: Service) -> None:
     rows = ok(service.get("/v1/models"))
     assert rows.keys() == {"object", "data"}
     assert rows["object"] == "list"
-    assert [row["id"] for row in rows["data"]] == ["tiny@3", "small@1", "tiny@2"]
+    names = ["tiny@3", "tiny", "small@1", "small", "tiny@2"]
+    assert [row["id"] for row in rows["data"]] == names
+    assert ok(service.get("/models")) == rows
     one = {"id": "tiny@3", "object": "model", "created": 1_767_225_600, "owned_by": "cloze"}
     one |= {name: rows["data"][0][name] for name in ("embedding_space", "embedding_spaces")}
     assert one["embedding_spaces"]["embed"] == one["embedding_space"]
@@ -487,6 +567,23 @@ def test_embeddings_in_cohere_s_shape(service: Service) -> None:
     inputs = [{"content": [{"type": "text", "text": text}]} for text in COHERE["texts"]]
     same = ok(service.post("/v2/embed", COHERE | {"texts": None, "inputs": inputs}))
     assert same == answer | {"id": same["id"]}
+    response = service.post("/v2/embed", {"texts": ["the"], "input_type": None, "more": 1})
+    assert ok(response)["embeddings"]["float"] == answer["embeddings"]["float"][:1]
+    assert response.headers["x-warning"] == "ignored unknown fields: more"
+
+
+def test_embeddings_of_version_1_of_cohere_s_api(service: Service) -> None:
+    floats = ok(service.post("/v1/embed", COHERE | {"truncate": None}))
+    assert floats == {
+        "id": floats["id"],
+        "response_type": "embeddings_floats",
+        "embeddings": [pytest.approx([0.6, 0, 0.8, 0]), [0, 0, 1, 0]],
+        "texts": ["the", "the king"],
+        "meta": {"api_version": {"version": "1"}, "billed_units": {"input_tokens": 7}},
+    }
+    named = ok(service.post("/v1/embed", COHERE | {"embedding_types": ["float", "ubinary"]}))
+    assert named["response_type"] == "embeddings_by_type"
+    assert named["embeddings"] == {"float": floats["embeddings"], "ubinary": [[0xA0], [0x20]]}
 
 
 PART = {"type": "text", "text": "a"}
@@ -501,7 +598,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ({"texts": None}, 400, "invalid_value"),
         ({"texts": None, "inputs": [{"content": [PART | {"text": ""}]}]}, 400, "empty_input"),
         ({"texts": None, "inputs": [{"content": [IMAGE]}]}, 400, "invalid_body"),
-        ({"images": ["data:"]}, 400, "invalid_body"),
+        ({"images": ["data:"]}, 400, "invalid_value"),
+        ({"input_type": "image"}, 400, "invalid_value"),
         ({"embedding_types": ["int8"]}, 400, "invalid_body"),
         ({"output_dimension": 9}, 400, "invalid_value"),
         ({"model": "x"}, 404, "model_not_found"),
@@ -510,9 +608,10 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
 def test_errors_in_cohere_s_shape(
     service: Service, fields: dict[str, Any], status: int, code: str
 ) -> None:
-    response = service.post("/v2/embed", COHERE | fields)
-    assert error_of(response) == (status, code)
-    assert response.json().keys() == {"message"}
+    for path in ("/v1/embed", "/v2/embed"):
+        response = service.post(path, COHERE | fields)
+        assert error_of(response) == (status, code)
+        assert response.json().keys() == {"message"}
 
 
 def tensor(name: str, *texts: str, **fields: Any) -> dict[str, Any]:

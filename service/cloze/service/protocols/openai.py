@@ -2,7 +2,7 @@
 
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, ClassVar, Final, Literal
 from urllib.parse import unquote
@@ -121,6 +121,14 @@ class ModelRow:
     embedding_spaces: dict[str, str | None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStatus(ModelRow):
+    """One served model, with the fields of KServe's V1 protocol."""
+
+    name: str
+    ready: Literal[True] = True
+
+
 @dataclass(frozen=True, slots=True)
 class ModelList:
     """The response to ``GET /v1/models``."""
@@ -209,7 +217,9 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
     async def model(request: Request) -> Response:
         models = context.models_of(request.scope[RECORD])
         pipeline = models.named(unquote(request.path_params["model"]))
-        return json_response(_row(pipeline))
+        if (error := context.state.why_unready()) is not None:
+            raise error
+        return json_response(ModelStatus(**asdict(_row(pipeline)), name=pipeline.manifest.name))
 
     get = partial(get_route, tag="OpenAI", error_body=OpenAiErrorBody)
     embeddings = _Embeddings(context)
@@ -217,8 +227,15 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
         embeddings.bind("/v1/embeddings"),
         embeddings.bind(_ALIAS),
         get("/v1/models", models, "The served models, in OpenAI's shape", ModelList),
-        get("/v1/models/{model}", model, "A served model, in OpenAI's shape", ModelRow, 404),
+        get(
+            "/v1/models/{model}", model, "A served model, in OpenAI's shape", ModelStatus, 404, 503
+        ),
     ]
+
+
+def embeddings_route(context: ProtocolContext) -> TaskRoute:
+    """Return the route of embeddings, for a path of another protocol."""
+    return _Embeddings(context)
 
 
 def _row(pipeline: Pipeline) -> ModelRow:

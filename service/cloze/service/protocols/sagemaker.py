@@ -39,7 +39,7 @@ class _Invocations(Dispatcher):
         }
         examples = {
             **self.doc.examples,
-            "OpenAI's embeddings": {"input": ["What is deep learning?"]},
+            "OpenAI's embeddings": {"input": "A cat sat.", "model": "cloze-bert"},
             rerank.TASK.name: {"query": "Who died?", "texts": ["A ship left."]},
         }
         summary = "The task that fits the body, for SageMaker"

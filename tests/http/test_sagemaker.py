@@ -27,7 +27,10 @@ def test_invocations_are_requests_of_other_routes(service: Service) -> None:
         attributes = {"x_amzn_sagemaker_custom_attributes": "c000b4f9", "content_type": "text/csv"}
         answer = service.post("/invocations", body, **attributes)
         assert answer.status_code == 200, answer.text
-        assert answer.json() == service.post(path, body).json(), path
+        found, expected = answer.json(), service.post(path, body).json()
+        if isinstance(found, dict) and "data" in found:  # an id and a time differ
+            found, expected = found["data"], expected["data"]
+        assert found == expected, path
     vectors = service.post("/invocations", {"inputs": "the"}, accept="application/octet-stream")
     assert vectors.headers["x-shape"] == "1,4"
 

@@ -4,6 +4,9 @@
 #   docker build --tag cloze:gpu --target gpu .           serves on NVIDIA's GPUs
 #   docker build --tag cloze:export --target export .     exports and fetches models; has torch
 #
+# A serving image that is started with the one argument `serve`, as SageMaker starts it, listens on
+# port 8080 and serves what /opt/ml/model has; see cloze/image.py.
+#
 # With --build-arg REVISION=$(git rev-parse HEAD), an image says which commit it is built from.
 
 # A tag, or a tag with a digest: PYTHON_IMAGE=python:3.11-slim@sha256:...
@@ -92,7 +95,8 @@ CMD ["--help"]
 
 # ---- serving: what the serving images share
 FROM runtime AS serving
-LABEL org.opencontainers.image.licenses="Apache-2.0 AND CC-BY-SA-4.0"
+LABEL org.opencontainers.image.licenses="Apache-2.0 AND CC-BY-SA-4.0" \
+    com.amazonaws.sagemaker.capabilities.accept-bind-to-port="true"
 ENV CLOZE_HOST=0.0.0.0
 # Bundles and code belong to root: the service can read both, but cannot change them.
 COPY model_store/bundles /bundles
@@ -101,7 +105,9 @@ EXPOSE 8000
 # that is set by the flag --port, and not by CLOZE_PORT, is unknown to it.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
     CMD ["python", "-m", "cloze.health"]
-CMD ["serve"]
+# Without an argument, the entrypoint serves, so that the argument `serve` can mean something else.
+ENTRYPOINT ["python", "-m", "cloze.image"]
+CMD []
 
 FROM serving AS gpu
 # NVIDIA's container toolkit mounts the driver's libraries for these uses.

@@ -157,6 +157,24 @@ def test_sigterm_finishes_the_accepted_requests(cpu_image: str) -> None:
         assert "draining" in container.logs()
 
 
+@pytest.mark.parametrize("folder", ["", "bert/1"])
+def test_the_image_serves_as_sagemaker_starts_it(
+    cpu_image: str, tiny_store: Path, tmp_path: Path, folder: str
+) -> None:
+    """A store or one bundle, on the port of SageMaker."""
+    model = readable_copy(tiny_store / folder, tmp_path / "model")
+    volume = ("--volume", f"{model}:/opt/ml/model:ro")
+    with running_container(cpu_image, *volume, command=("serve",), port=8080) as container:
+        assert httpx.get(f"{container.url}/ping").status_code == 200
+        served = {model["name"] for model in httpx.get(f"{container.url}/info").json()["models"]}
+        assert "bert" in served
+        assert not any(name.startswith("cloze-") for name in served)
+        body = {"input": "the king", "model": "bert"}
+        answer = httpx.post(f"{container.url}/invocations", json=body).json()
+        assert len(answer["data"]) == 1
+        assert container.stop() == 0
+
+
 def test_the_export_image_exports_what_the_serving_image_serves(
     cpu_image: str, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:

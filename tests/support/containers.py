@@ -137,13 +137,15 @@ class Container:
 
 
 @contextmanager
-def running_container(image: str, *options: str) -> Iterator[Container]:
+def running_container(
+    image: str, *options: str, command: tuple[str, ...] = (), port: int = 8000
+) -> Iterator[Container]:
     """Run a server in a container until the test ends; wait until it is ready."""
     name = f"cloze-test-{uuid.uuid4().hex[:12]}"
-    words = (*HARDENED, *UNCHECKED, "--publish", "127.0.0.1::8000", *options, image)
+    words = (*HARDENED, *UNCHECKED, "--publish", f"127.0.0.1::{port}", *options, image, *command)
     call(engine(), "run", "--detach", "--name", name, *words)
     try:
-        published = call(engine(), "port", name, "8000").stdout.split()[-1]
+        published = call(engine(), "port", name, str(port)).stdout.split()[-1]
         container = Container(name, f"http://{published}")
         wait_until_ready(container)
         yield container

@@ -131,6 +131,20 @@ def test_tritonclient(server: Server, vectors: np.ndarray, tmp_path: Path) -> No
     assert "bert.nothing" in found["error"][1]
 
 
+def test_kserve_version_1(server: Server, vectors: np.ndarray, tmp_path: Path) -> None:
+    arguments = (server.url, "bert", json.dumps(TEXTS))
+    found = run("kserve_v1.py", "kserve.txt", tmp_path / "environment", *arguments)
+    assert found["ready"] is True
+    np.testing.assert_allclose(found["vectors"], vectors[:, None], atol=1e-5)
+    body = {"inputs": "the [MASK]", "parameters": {"top_k": 2}}
+    assert found["masks"] == [httpx.post(f"{server.url}/fill-mask", json=body).json()]
+    status, message = found["error of bert"]
+    assert (status, message.split(",")[0]) == (422, 'instances[1] has no field "inputs"')
+    status, message = found["error of nobody"]
+    assert status == 404
+    assert message.startswith("no model 'nobody' is served")
+
+
 def test_huggingface_inference(server: Server, vectors: np.ndarray, tmp_path: Path) -> None:
     if shutil.which("npm") is None:
         pytest.skip("npm is not installed (Debian's packages nodejs and npm)")

@@ -31,7 +31,7 @@ from cloze.service.http.errors import STATUSES_FROM_ZERO
 from cloze.service.http.keys import Keys, Permission, read_entries
 from cloze.service.http.record import Access, Callers, Paths, Recorder, accepted_hosts
 from cloze.service.http.returns import Returns
-from cloze.service.http.routes import RECORD, Connection, Route
+from cloze.service.http.routes import RECORD, ROOT_PATH, Connection, Route
 from cloze.service.http.routing import OPEN_PAGES, PAGES, create_app
 from cloze.service.machine import available_cpus
 from cloze.service.models.adapters import AdapterBundle
@@ -199,11 +199,12 @@ class Service:
         keys = Keys(settings.keys_file, clock) if settings.keys_file else None
         timeout_s = settings.request_timeout_ms / 1000
         self._callers = Callers(keys, settings.max_timeout_s, timeout_s, clock)
+        self._quiet_routes = operations.QUIET_ROUTES | {settings.health_route}
         access_log = AccessLog(
             settings.log_format,
             logging.getLevelName(settings.log_level.upper()),
             settings.access_log_share,
-            operations.QUIET_ROUTES,
+            self._quiet_routes,
         )
         self._waits = WaitLimits.of(settings.max_queue_wait_ms, settings.request_timeout_ms)
         self._limits = RequestLimits(
@@ -258,6 +259,8 @@ class Service:
             settings.max_request_texts,
             self._limits,
             has_keys,
+            settings.predict_route,
+            settings.health_route,
         )
         routes = [route for protocol in PROTOCOLS for route in protocol.routes(context)]
         gate = Gate(
@@ -268,10 +271,10 @@ class Service:
         )
         access = Access(
             needs_keys=has_keys,
-            open_routes=operations.PROBES | OPEN_PAGES,
+            open_routes=operations.PROBES | OPEN_PAGES | {settings.health_route},
             permissions=(("/metrics", Permission.METRICS), ("/admin/", Permission.ADMIN)),
             hosts=accepted_hosts(settings.host, settings.allowed_hosts),
-            by_address=operations.QUIET_ROUTES,
+            by_address=self._quiet_routes,
             clock=self._clock,
         )
         app = create_app(routes, access, gate, self._respond, settings.cors_origins)
@@ -291,7 +294,11 @@ class Service:
         if scope["type"] == "lifespan":
             await self._live(receive, send)
             return
-        scope["path"] = scope["raw_path"].decode("ascii")  # never decoded; see `Paths`
+        scope["path"] = path = scope["raw_path"].decode("ascii")  # never decoded; see `Paths`
+        if root := self._settings.root_path:
+            scope[ROOT_PATH] = root
+            if path.startswith(root) and path[len(root) : len(root) + 1] in ("", "/"):
+                scope["path"] = path[len(root) :] or "/"
         snapshot = self.snapshot
         scope[RECORD] = self._callers.record(scope, snapshot.paths.route(scope["path"]))
         snapshot.running += 1

@@ -47,6 +47,16 @@ _MillisecondsOrZero = Annotated[int, Field(ge=0, le=86_400_000)]
 _TimeoutMilliseconds = Annotated[int, Field(ge=100, le=86_400_000)]
 _Bytes = Annotated[int, Field(ge=1024)]
 
+PATH = r"^(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)*$"
+"""Paths below which a proxy may have a server: no part is empty or begins with a dot."""
+
+_RootPath = Annotated[
+    str,
+    BeforeValidator(lambda path: path.rstrip("/") if isinstance(path, str) else path),
+    Field(max_length=200, pattern=PATH),
+]
+_Route = Annotated[str, Field(max_length=500, pattern=r"^(/[A-Za-z0-9._~:@-]+)*$")]
+
 
 class Settings(BaseSettings):
     """The settings of the service; names of quantities end with a unit.
@@ -175,6 +185,14 @@ class Settings(BaseSettings):
     allowed_hosts: _Names = ()
     """names that the Host header of a request may have; repeat the option, or separate them by
     commas in the environment; default: any, but on a loopback address only its own names"""
+    root_path: _RootPath = ""
+    """path below which clients reach the server, such as /nlp; paths are answered with it, and
+    without it, as a proxy that removes it asks for them; default: none"""
+    predict_route: _Route = ""
+    """another path of POST /vertex, such as /predict; the images take that of AIP_PREDICT_ROUTE;
+    default: none"""
+    health_route: _Route = ""
+    """another path of GET /health; the images take that of AIP_HEALTH_ROUTE; default: none"""
     trusted_proxies: _Names = ()
     """addresses and networks of proxies whose X-Forwarded-For names the client; repeat the option,
     or separate them by commas in the environment"""

@@ -3,6 +3,9 @@
 Both are plain files, which use the routes as any client. They load nothing from another address,
 and their content security policy forbids that, too. The OpenAPI document is written from the types
 that validate the bodies.
+
+All addresses in pages are relative, so that a proxy may have the server below any path. Only at
+that path itself, without a slash at its end, a page must say what they are relative to.
 """
 
 import re
@@ -11,11 +14,13 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
 
+import orjson
 from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloze.service.http.routes import HTML, JSON, NPY, RAW, Handler, Route
+from cloze.service.http.routes import HTML, JSON, NPY, RAW, ROOT_PATH, Handler, Route
+from cloze.service.settings import PATH
 
 _FOLDER: Final = Path(__file__).parents[1] / "page"
 
@@ -28,10 +33,13 @@ _SWAGGER_POLICY: Final = _POLICY.replace("style-src", "style-src 'unsafe-inline'
 )
 """Swagger UI writes style attributes, and has images of its own."""
 
+PREFIX: Final = "x-forwarded-prefix"
+
 _HEADERS: Final = {
     "cache-control": "no-cache",
     "content-security-policy": _POLICY,
     "referrer-policy": "no-referrer",
+    "vary": PREFIX,
     "x-content-type-options": "nosniff",
 }
 
@@ -48,6 +56,9 @@ ASSET_PATHS: Final = tuple(
 
 _REF = "#/components/schemas/{model}"
 
+_HERE: Final = "."
+"""The server's address, relative to the OpenAPI document, which may lie below a proxy's path."""
+
 MODEL = ("string", "the model that answered, NAME@VERSION; absent if none was chosen")
 REQUEST_ID = ("string", "the id of the request: the client's own `X-Request-Id`, or a random one")
 ERROR_CODE = ("string", "the stable code of the error, which the API's documentation lists")
@@ -60,12 +71,36 @@ _ERROR_HEADERS = {
 }
 
 
+_LONGEST_PREFIX: Final = 200
+"""Most characters of ``X-Forwarded-Prefix`` that are read."""
+
+
+def public_path(request: Request) -> str:
+    """Return the path below which the client of a request sees the server; "" if nothing says so.
+
+    ``X-Forwarded-Prefix`` precedes the setting `root_path`. The prefixes of several proxies are
+    separated by commas, the outermost first. A value that is no path is ignored. Any client may
+    send the header, so it changes only what a page says to that client.
+    """
+    stated = request.headers.get(PREFIX, "")[: _LONGEST_PREFIX + 1]
+    prefix = "".join(part.strip().rstrip("/") for part in stated.split(","))
+    if len(stated) <= _LONGEST_PREFIX and prefix and re.fullmatch(PATH, prefix):
+        return prefix
+    return str(request.scope.get(ROOT_PATH, ""))
+
+
 def _handler(name: str, media_type: str, policy: str = _POLICY) -> Handler:
     content = (_FOLDER / name).read_bytes()
     headers = _HEADERS | {"content-security-policy": policy}
 
-    async def answer(_: Request) -> Response:
-        return Response(content, headers=headers, media_type=media_type)
+    async def answer(request: Request) -> Response:
+        shown, sent = content, headers
+        if media_type == HTML and (path := public_path(request)):
+            base = f'<head>\n  <base href="{path}/">'.encode()
+            shown = content.replace(b"<head>", base, 1)
+            allowed = policy.replace("base-uri 'none'", "base-uri 'self'")
+            sent = headers | {"content-security-policy": allowed}
+        return Response(shown, headers=sent, media_type=media_type)
 
     return answer
 
@@ -101,11 +136,18 @@ def document(title: str, version: str, description: str, routes: Sequence[Route]
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": version, "description": description},
-        # Relative to the document, which may lie below a path of a proxy.
-        "servers": [{"url": "."}],
+        "servers": [{"url": _HERE}],
         "paths": paths,
         "components": {"schemas": definitions},
     }
+
+
+def at_path(written: bytes, path: str) -> bytes:
+    """Return the JSON of an OpenAPI document whose server is below a path."""
+    if not path:
+        return written
+    here = orjson.dumps({"servers": [{"url": _HERE}]})[1:-1]
+    return written.replace(here, orjson.dumps({"servers": [{"url": path}]})[1:-1], 1)
 
 
 def _schemas(routes: Iterable[Route]) -> tuple[dict[Any, Any], dict[str, Any]]:
@@ -136,7 +178,8 @@ def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
         "operationId": f"{route.method.lower()}{re.sub(r'[^a-z0-9]+', '_', route.path)}",
         "summary": doc.summary,
         "tags": [doc.tag],
-        "responses": {"200": success} | {str(s): _error(s, route, schemas) for s in doc.errors},
+        "responses": {str(doc.status): success}
+        | {str(s): _error(s, route, schemas) for s in doc.errors},
     }
     if names := re.findall(r"\{(\w+)\}", route.path):
         operation["parameters"] = [

@@ -148,7 +148,9 @@ class Paths:
 
     def __init__(self, routes: Iterable[str]) -> None:
         self._routes = frozenset(routes)
-        self._patterns = {route: compile_path(route)[0] for route in self._routes if "{" in route}
+        # The longest first: ``/models/{model}`` also has the paths of ``/models/{model}:predict``.
+        templates = sorted((route for route in self._routes if "{" in route), key=len, reverse=True)
+        self._patterns = {route: compile_path(route)[0] for route in templates}
 
     def route(self, path: str) -> str | None:
         """Return the route of a path; None if there is none."""

@@ -25,6 +25,9 @@ Respond = Callable[[Request, Exception], Awaitable[Response]]
 RECORD: Final = "cloze.record"
 """Key of an ASGI scope: its `ServedRequest`."""
 
+ROOT_PATH: Final = "cloze.root_path"
+"""Key of an ASGI scope: the setting `root_path`, if the server has one."""
+
 CONNECTION: Final = "connection"
 """Key of the state of an ASGI scope: the `Connection` of the request."""
 
@@ -70,6 +73,7 @@ class RouteDoc:
         media_types: media types of the response besides JSON.
         headers: headers of the response: name -> (type, description).
         errors: error statuses that the route may return.
+        status: the status of a success.
     """
 
     summary: str
@@ -81,6 +85,7 @@ class RouteDoc:
     media_types: tuple[str, ...] = ()
     headers: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     errors: tuple[int, ...] = ()
+    status: int = 200
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,16 @@ from starlette.types import ASGIApp
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.service.errors import ServiceError
 from cloze.service.http.door import Door, Gate
-from cloze.service.http.pages import ASSET_PATHS, ASSETS, PARTS, answer_headers, document
+from cloze.service.http.pages import (
+    ASSET_PATHS,
+    ASSETS,
+    PARTS,
+    PREFIX,
+    answer_headers,
+    at_path,
+    document,
+    public_path,
+)
 from cloze.service.http.record import Access
 from cloze.service.http.routes import JSON, Handler, Respond, Route
 
@@ -98,7 +107,8 @@ def _openapi_handler(routes: Sequence[Route]) -> Handler:
     def written() -> bytes:
         return orjson.dumps(document("Cloze", version(DISTRIBUTION), _DESCRIPTION, routes))
 
-    async def answer(_: Request) -> Response:
-        return Response(await asyncio.to_thread(written), media_type=JSON)
+    async def answer(request: Request) -> Response:
+        content = at_path(await asyncio.to_thread(written), public_path(request))
+        return Response(content, headers={"vary": PREFIX}, media_type=JSON)
 
     return answer

@@ -4,7 +4,7 @@ import { element } from "./elements.js";
 import { showLive } from "./live.js";
 import { PANELS } from "./panels.js";
 
-const BASE = new URL(".", location).href.slice(0, -1); // also below a path of a proxy
+const BASE = new URL(".", document.baseURI).href.slice(0, -1); // also below a path of a proxy
 const LIVE = { task: "live", title: "Live" };
 const main = document.getElementById("main");
 const nav = document.getElementById("panels");

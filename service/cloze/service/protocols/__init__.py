@@ -23,8 +23,11 @@ from cloze.service.protocols import (
     openai,
     openai_models,
     reranking,
+    sagemaker,
     tei,
+    vertex,
     vllm,
+    weaviate,
 )
 from cloze.service.protocols.protocol import ProtocolContext, WireProtocol
 
@@ -40,6 +43,9 @@ PROTOCOLS: Final[tuple[WireProtocol, ...]] = (
     vllm.PROTOCOL,
     ollama.PROTOCOL,
     ollama_models.PROTOCOL,
+    sagemaker.PROTOCOL,
+    weaviate.PROTOCOL,
+    vertex.PROTOCOL,
 )
 
 
@@ -48,6 +54,8 @@ _BY_PREFIX: Final = sorted(
     key=lambda pair: -len(pair[0]),
 )
 """Protocols by the prefixes of their paths; the default has ``/``, the last."""
+
+_BY_SUFFIX: Final = [(protocol.suffix, protocol) for protocol in PROTOCOLS if protocol.suffix]
 
 
 async def error_response(request: Request, error: Exception, timeout_s: float) -> Response:
@@ -60,8 +68,9 @@ async def error_response(request: Request, error: Exception, timeout_s: float) -
     record.error, record.rejection = info.code, rejection(error)
     if record.rejection is Rejection.TIMEOUT and record.limit_s < timeout_s:
         record.rejection = Rejection.STATED_LIMIT
-    starts = record.path.startswith
-    protocol = next(one for prefix, one in _BY_PREFIX if starts(prefix) or prefix == "/")
+    starts, ends = record.path.startswith, record.path.endswith
+    by_prefix = (one for prefix, one in _BY_PREFIX if starts(prefix) or prefix == "/")
+    protocol = next((one for suffix, one in _BY_SUFFIX if ends(suffix)), None) or next(by_prefix)
     status = 400 if info.status == 422 and not protocol.has_422 else info.status
     headers = {"x-error-code": info.code, **info.headers}
     return Response(orjson.dumps(protocol.error_body(info)), status, headers, JSON)

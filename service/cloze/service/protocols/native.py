@@ -10,6 +10,7 @@ have fewer bits per number than float32: ``Accept: application/octet-stream; dty
 
 import io
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Annotated, Any, Final
 
 import numpy as np
@@ -50,12 +51,12 @@ ModelName = Annotated[
     Field(description="a served model, NAME or NAME@VERSION; the default is the task's default"),
 ]
 
-_PARAMETERS_AT_ROOT: Final = frozenset(
+PARAMETERS_AT_ROOT: Final = frozenset(
     task.name for task in (embed.TASK, embed_all.TASK, embed_sparse.TASK)
 )
 """Tasks whose parameters are fields of the body itself, as in text-embeddings-inference."""
 
-_SHARED: Final = _PARAMETERS_AT_ROOT | {similarity.TASK.name}
+_SHARED: Final = PARAMETERS_AT_ROOT | {similarity.TASK.name}
 """Tasks whose routes text-embeddings-inference has. They ignore unknown fields, and name them."""
 
 _VECTOR_HEADERS: Final[Mapping[str, tuple[str, str]]] = {
@@ -68,19 +69,20 @@ _VECTOR_HEADERS: Final[Mapping[str, tuple[str, str]]] = {
 
 def routes(context: ProtocolContext) -> Sequence[Route]:
     """Return one route per task, ``POST /``, and the routes for operators."""
-    by_task = {task.name: _NativeRoute(task, context) for task in context.tasks.values()}
-    others = vllm.other_routes(context)
+    dispatcher, others = Dispatcher(context), vllm.other_routes(context)
     bound = []
-    for route in by_task.values():
+    for route in dispatcher.routes.values():
         path = route.task.route
         if shared := others.get(path):
             bound.append(SharedRoute(context, route, "inputs", shared).bind(path))
         else:
             bound.append(route.bind(path))
-    return [*bound, _Dispatcher(by_task, context).bind("/"), *operations.routes(context)]
+    return [*bound, dispatcher.bind("/"), *operations.routes(context)]
 
 
-class _NativeRoute(TaskRoute):
+class NativeRoute(TaskRoute):
+    """The route of a task in the native protocol."""
+
     def __init__(self, task: Task, context: ProtocolContext) -> None:
         self.task, self.body = task, body_type(task)
         self.doc = RouteDoc(
@@ -95,13 +97,15 @@ class _NativeRoute(TaskRoute):
         super().__init__(context)
 
     def to_call(self, request: ServedRequest, body: Any) -> tuple[Any, Any]:
+        """Return the inputs and the parameters, and note the format of vectors."""
         if self.task.vectors and (accept := request.first.get(b"accept", b"")) not in _ANY:
             request.vector_format = vector_format(accept)
-        if self.task.name in _PARAMETERS_AT_ROOT:
+        if self.task.name in PARAMETERS_AT_ROOT:
             return body.inputs, body
         return body.inputs, getattr(body, "parameters", None) or self.task.parameters()
 
     def respond(self, request: ServedRequest, body: Any, value: Any) -> Any:
+        """Return the results, without the list if the body has one input without a list."""
         if isinstance(body.inputs, self.task.alone):
             [value] = value
         if request.usage is not None:
@@ -111,8 +115,9 @@ class _NativeRoute(TaskRoute):
         return value
 
 
+@cache
 def body_type(task: Task) -> type[BaseModel]:
-    """Return the model of the body of a task's native route."""
+    """Return the model of the body of a task's native route; making one takes milliseconds."""
     base: Any = WireModel
     parameters = task.parameters
     if task.name in _SHARED:
@@ -125,7 +130,7 @@ def body_type(task: Task) -> type[BaseModel]:
     examples = [example["inputs"] for example in task.examples.values()]
     inputs = Annotated[task.inputs, Field(examples=examples[:1])] if examples else task.inputs
     fields: dict[str, Any] = {"inputs": (inputs, ...)}
-    if task.name in _PARAMETERS_AT_ROOT:
+    if task.name in PARAMETERS_AT_ROOT:
         base = parameters
     elif task.parameters is not NoParameters:
         fields["parameters"] = (parameters | None, None)
@@ -223,18 +228,22 @@ class DispatchBody(LenientModel):
     parameters: dict[str, Any] | None = Field(None, description="its parameters")
 
 
-class _Dispatcher(TaskRoute):
+class Dispatcher(TaskRoute):
     """The route ``POST /``, which chooses the task from the body.
 
     Clients that know only a base address send every task there: ``InferenceClient(base_url=...)``
     of huggingface_hub, and text-embeddings-inference's own users.
+
+    Attributes:
+        routes: the native route of each task that the server offers, by the task's name.
     """
 
     body = DispatchBody
 
-    def __init__(self, routes: Mapping[str, _NativeRoute], context: ProtocolContext) -> None:
-        self._routes = routes
-        first = [(name, *next(iter(r.task.examples.items()))) for name, r in routes.items()]
+    def __init__(self, context: ProtocolContext) -> None:
+        tasks = context.tasks.values()
+        self.routes = {task.name: NativeRoute(task, context) for task in tasks}
+        first = [(task.name, *next(iter(task.examples.items()))) for task in tasks]
         self.doc = RouteDoc(
             summary="The task that fits the body, for clients that know only this address",
             tag="tasks",
@@ -251,13 +260,24 @@ class _Dispatcher(TaskRoute):
 
     def parse(self, request: ServedRequest, data: bytes) -> tuple[TaskRoute, BaseModel]:
         """Return the route of the task that a body asks for, and the body of that task."""
-        value = load(data, self.context.body_limits)
-        models = self.context.models_of(request)
-        task = self._choose(validate(DispatchBody, value), models)
-        route = self._routes.get(task.name)
-        if route is None:
-            raise WrongTask(f"this server does not offer {task.name}")
+        return self.read(request, load(data, self.context.body_limits))
+
+    def read(self, request: ServedRequest, value: Any) -> tuple[TaskRoute, BaseModel]:
+        """Return the route and the body of the task that the JSON of a body asks for."""
+        route = self.route_of(value, self.context.models_of(request))
         return route, validate(route.body, value)
+
+    def route_of(self, value: Any, models: Models) -> NativeRoute:
+        """Return the route of the task that the JSON of a body asks for.
+
+        Raises:
+            InvalidRequest: the body fits no task, or two.
+            WrongTask: the server does not offer the task.
+        """
+        task = self._choose(validate(DispatchBody, value), models)
+        if (route := self.routes.get(task.name)) is None:
+            raise WrongTask(f"this server does not offer {task.name}")
+        return route
 
     def _choose(self, body: DispatchBody, models: Models) -> Task:
         """Return the task that a body asks for.

@@ -233,4 +233,9 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
     return [embeddings.bind(_PATH), embeddings.bind(_ALIAS)]
 
 
+def embeddings_route(context: ProtocolContext) -> TaskRoute:
+    """Return the route of embeddings, for a path of another protocol."""
+    return _Embeddings(context)
+
+
 PROTOCOL: Final = WireProtocol(("/v1/", _PATH, _ALIAS), routes, error_body)

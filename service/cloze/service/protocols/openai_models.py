@@ -5,7 +5,7 @@ refuse a name that has no row.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Final, Literal
 from urllib.parse import unquote
@@ -44,6 +44,14 @@ class ModelRow:
     embedding_spaces: dict[str, str | None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStatus(ModelRow):
+    """One served model, with the fields of KServe's V1 protocol."""
+
+    name: str
+    ready: Literal[True] = True
+
+
 @dataclass(frozen=True, slots=True)
 class ModelList:
     """The response to ``GET /v1/models``."""
@@ -63,13 +71,18 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
     async def model(request: Request) -> Response:
         models = context.models_of(request.scope[RECORD])
         pipeline = models.named(unquote(request.path_params["model"]))
-        return json_response(_row(pipeline, pipeline.reference))
+        if (error := context.state.why_unready()) is not None:
+            raise error
+        row = _row(pipeline, pipeline.reference)
+        return json_response(ModelStatus(**asdict(row), name=pipeline.manifest.name))
 
     get = partial(get_route, tag="OpenAI", error_body=OpenAiErrorBody)
     return [
         get("/v1/models", models, "The names of served models, in OpenAI's shape", ModelList),
         get(_SHORT_PATH, models, "The names of served models, in OpenAI's shape", ModelList),
-        get("/v1/models/{model}", model, "A served model, in OpenAI's shape", ModelRow, 404),
+        get(
+            "/v1/models/{model}", model, "A served model, in OpenAI's shape", ModelStatus, 404, 503
+        ),
     ]
 
 

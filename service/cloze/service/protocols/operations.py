@@ -34,7 +34,12 @@ from cloze.service.tasks import embed, late_interaction, rerank, similarity
 from cloze.service.tasks.task import ScoreKind
 from cloze.service.threads import run_on_thread
 
-PROBES: Final = frozenset({"/healthz", "/readyz", "/health", "/v2/health/live", "/v2/health/ready"})
+PROBES: Final = frozenset(
+    {
+        *("/healthz", "/readyz", "/health", "/v2/health/live", "/v2/health/ready"),
+        *("/ping", "/.well-known/live", "/.well-known/ready"),
+    }
+)
 
 QUIET_ROUTES: Final = PROBES | {"/metrics"}
 """Routes that are asked every few seconds, so that their results need no log line."""

@@ -61,7 +61,10 @@ class ServerState(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProtocolContext:
-    """The parts of the service that routes use."""
+    """The parts of the service that routes use.
+
+    `predict_route` and `health_route` are settings.
+    """
 
     tasks: Mapping[str, Task]
     models: Models
@@ -71,6 +74,8 @@ class ProtocolContext:
     max_request_texts: int
     limits: RequestLimits
     has_keys: bool
+    predict_route: str = ""
+    health_route: str = ""
 
     def models_of(self, request: ServedRequest) -> Models:
         """Return the models that exist for a request: those that its API key names, or all.
@@ -96,6 +101,7 @@ class WireProtocol:
     Attributes:
         prefixes: prefixes of the protocol's paths. The protocol with the longest prefix of a path
             writes the errors of the path, also if the path is unknown.
+        suffix: suffix of the protocol's paths, which counts before any prefix; "" is none.
         routes: context -> the routes.
         error_body: error -> the value that becomes the JSON body.
         has_422: whether the protocol has the status 422; else status 400 stands for both.
@@ -105,6 +111,7 @@ class WireProtocol:
     routes: Callable[[ProtocolContext], Sequence[Route]]
     error_body: Callable[[ErrorInfo], Any]
     has_422: bool = False
+    suffix: str = ""
 
 
 def json_response(value: Any, *, in_parts: bool = False) -> BytesResponse:

@@ -84,6 +84,11 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
     return bound
 
 
+def rerank_route(context: ProtocolContext) -> TaskRoute:
+    """Return the route of ranks, for a path of another protocol."""
+    return _Rerank(context)
+
+
 _Labels = list[text_classification.LabelScore]
 
 

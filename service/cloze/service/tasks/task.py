@@ -236,7 +236,7 @@ class PreparedRequest(NamedTuple, Generic[S]):
 Advance = Callable[[Outputs, TaskContext], PreparedRequest[Any] | None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Task:
     """A task that clients can request.
 

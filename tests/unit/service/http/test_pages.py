@@ -117,7 +117,7 @@ def test_routes_without_bodies() -> None:
      (PARTS["/docs"], "script-src 'self'; style-src 'unsafe-inline' ")],
 )  # fmt: skip
 async def test_a_page_runs_no_script_of_another_address(page: Any, script: str) -> None:
-    response = await page(Request({"type": "http"}))
+    response = await page(Request({"type": "http", "headers": []}))
     assert response.status_code == 200
     assert response.headers["content-type"] == "text/html; charset=utf-8"
     assert response.headers["cache-control"] == "no-cache"
@@ -136,7 +136,7 @@ async def test_a_page_runs_no_script_of_another_address(page: Any, script: str) 
 async def test_the_parts_of_pages_have_their_types() -> None:
     kinds = {".css": "text/css", ".js": "text/javascript", "": "text/html"}
     for path, handle in PARTS.items():
-        response = await handle(Request({"type": "http"}))
+        response = await handle(Request({"type": "http", "headers": []}))
         assert response.body
         assert response.headers["content-type"] == f"{kinds[Path(path).suffix]}; charset=utf-8"
         assert "content-security-policy" in response.headers

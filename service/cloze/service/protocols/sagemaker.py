@@ -1,0 +1,69 @@
+"""SageMaker's protocol: ``GET /ping`` and ``POST /invocations``.
+
+A body is that of any task's native route, of OpenAI's embeddings or of `/rerank`. An answer is the
+one of that route, errors included: SageMaker passes both on to its client.
+
+Source: "Use your own inference code with hosting services", Amazon SageMaker's developer guide.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+from cloze.service.core import ServedRequest
+from cloze.service.http.body import load, validate
+from cloze.service.http.routes import Route
+from cloze.service.protocols import openai, tei
+from cloze.service.protocols.native import Dispatcher
+from cloze.service.protocols.protocol import (
+    ErrorBody,
+    ProtocolContext,
+    TaskRoute,
+    WireProtocol,
+    answer_probe,
+    error_body,
+    get_route,
+)
+from cloze.service.tasks import rerank
+
+
+class _Invocations(Dispatcher):
+    """The route of all tasks: what ``POST /`` answers, and the bodies without ``inputs``."""
+
+    def __init__(self, context: ProtocolContext) -> None:
+        super().__init__(context)
+        self._by_field: dict[str, TaskRoute] = {
+            "input": openai.embeddings_route(context),
+            "query": tei.rerank_route(context),
+        }
+        examples = {
+            **self.doc.examples,
+            "OpenAI's embeddings": {"input": "A cat sat.", "model": "cloze-bert"},
+            rerank.TASK.name: {"query": "Who died?", "texts": ["A ship left."]},
+        }
+        summary = "The task that fits the body, for SageMaker"
+        self.doc = replace(self.doc, summary=summary, tag="SageMaker", examples=examples)
+
+    def parse(self, request: ServedRequest, data: bytes) -> tuple[TaskRoute, Any]:
+        """Return the route that a body is for, and the body."""
+        value = load(data, self.context.body_limits)
+        if isinstance(value, dict) and "inputs" not in value:
+            for field, route in self._by_field.items():
+                if field in value:
+                    return route, validate(route.body, value)
+        return self.read(request, value)
+
+
+def routes(context: ProtocolContext) -> Sequence[Route]:
+    """Return the routes that SageMaker asks."""
+    ping = partial(answer_probe, context.state.why_unready, None)
+    summary = "Readiness, for SageMaker"
+    doc = {"tag": "SageMaker", "error_body": ErrorBody}
+    return [
+        get_route("/ping", ping, summary, None, 503, **doc),
+        _Invocations(context).bind("/invocations"),
+    ]
+
+
+PROTOCOL: Final = WireProtocol(("/ping", "/invocations"), routes, error_body, has_422=True)

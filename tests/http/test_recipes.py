@@ -24,8 +24,8 @@ RUN = {"Java", "Semantic Kernel", "LiteLLM", "Qdrant", "Chroma"}
 TEXTS = ["the", "a b"]
 VECTORS = [[0.6, 0, 0.8, 0], [0, 0, 1, 0]]
 MODEL = {"model": "tiny"}
-RANK = {"query": "the", "documents": ["a b", "the"]}
-TEI_RANK = {"query": "the", "texts": ["a b", "the"]}
+RANK = {"query": "the", "documents": ["the", "a b"]}
+TEI_RANK = {"query": "the", "texts": ["the", "a b"]}
 
 Read = Callable[[Any], Any]
 
@@ -106,7 +106,7 @@ CALLS = [
     Call("Dify", "http://localhost:8000/v1", "/embeddings",
          {"input": TEXTS[:1], "encoding_format": "float"} | MODEL, rows, VECTORS[:1]),
     Call("Dify", "http://localhost:8000/v1", "/rerank",
-         RANK | MODEL | {"top_n": 2, "return_documents": True}, documents, ["the", "a b"]),
+         RANK | MODEL | {"top_n": 2, "return_documents": True}, documents, ["a b", "the"]),
     Call("RAGFlow", "http://localhost:8000/v1", "/embeddings",
          OPENAI | {"encoding_format": "float", "drop_params": True}, rows),
     Call("RAGFlow", "http://localhost:8000/v1", "/rerank", RANK | MODEL | {"top_n": 2}, ranks(),
@@ -135,9 +135,11 @@ CALLS = [
          lambda answer: answer["embedding"], VECTORS[0]),
     Call("SageMaker", "/invocations", "", {"inputs": TEXTS}, lambda answer: answer),
     Call("SageMaker", "/invocations", "", OPENAI, rows),
-    Call("Vertex AI", "/predict", "", {"instances": [{"inputs": text} for text in TEXTS]},
-         lambda answer: [row[0] if isinstance(row[0], list) else row
-                         for row in answer["predictions"]]),
+    Call("Vertex AI", "/vertex", "", {"instances": [{"inputs": text} for text in TEXTS]},
+         lambda answer: [row[0] for row in answer["predictions"]]),
+    Call("Weaviate", "http://localhost:8000", "/vectors",
+         {"text": "the", "config": {"pooling_strategy": "masked_mean"}},
+         lambda answer: [answer["vector"]], VECTORS[:1]),
 ]  # fmt: skip
 
 

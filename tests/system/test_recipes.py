@@ -5,6 +5,7 @@
 
 import json
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -94,15 +95,21 @@ def test_litellm_as_a_proxy(server: Server, vectors: np.ndarray, tmp_path: Path)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
     command = [scripts / "litellm", "--config", "config.yaml", "--host", "127.0.0.1"]
-    options = os.environ | QUIET | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    key = f"sk-{secrets.token_hex(32)}"  # the proxy starts with no weaker one
+    options = QUIET | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": key}
     with (tmp_path / "log").open("w") as log:
         proxy = subprocess.Popen(
-            [*command, "--port", port], cwd=tmp_path, env=options, stdout=log, stderr=log
+            [*command, "--port", port],
+            cwd=tmp_path,
+            env=os.environ | options,
+            stdout=log,
+            stderr=log,
         )
     try:
         transport = httpx.HTTPTransport(retries=9)  # until the proxy listens, up to 2 minutes
         url = f"http://127.0.0.1:{port}"
-        with httpx.Client(base_url=url, timeout=60, transport=transport) as client:
+        sent = {"Authorization": f"Bearer {key}"}
+        with httpx.Client(base_url=url, headers=sent, timeout=60, transport=transport) as client:
             answer = client.post("/v1/embeddings", json={"model": "bert", "input": TEXTS})
             assert answer.status_code == 200, answer.text
             found = [row["embedding"] for row in answer.json()["data"]]

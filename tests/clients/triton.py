@@ -36,6 +36,14 @@ def columns(model, binary, *inputs, **options):
     return {name: show(answer.as_numpy(name)) for name in names}
 
 
+def classes():
+    inputs = [tensor("text", texts, True), tensor("next", texts, True)]
+    asked = [triton.InferRequestedOutput("score", class_count=1)]
+    options = {"timeout": 20_000_000, "priority": 1, "sequence_id": 7, "sequence_start": True}
+    answer = client.infer("bert.nsp", inputs, outputs=asked, **options)
+    return [row.decode() for row in answer.as_numpy("score").ravel()]
+
+
 def show(array):
     return [item.decode() if isinstance(item, bytes) else item for item in array.tolist()]
 
@@ -68,6 +76,7 @@ print(
                 ("text", ["the [MASK]", "a [MASK] and a [MASK]"]),
                 parameters={"top_k": 2},
             ),
+            "classes": classes(),
             "error": message_of_error(),
         }
     )

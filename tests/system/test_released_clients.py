@@ -127,6 +127,16 @@ def test_tritonclient(server: Server, vectors: np.ndarray, tmp_path: Path) -> No
     assert found["qa"]["score"] == pytest.approx([answer["score"]])
     assert found["fill-mask"]["count"] == [2, 4]
     assert len(found["fill-mask"]["token_str"]) == 6
+    pairs = [{"text": text, "next": text} for text in TEXTS]
+    for row, labels in zip(
+        found["classes"],
+        httpx.post(f"{server.url}/nsp", json={"inputs": pairs}).json(),
+        strict=True,
+    ):
+        score, number, label = row.split(":")
+        best = max(labels, key=lambda each: each["score"])
+        assert (label, int(number)) == (best["label"], labels.index(best))
+        assert float(score) == pytest.approx(best["score"], abs=1e-5)
     assert found["error"][0] == "404"
     assert "bert.nothing" in found["error"][1]
 

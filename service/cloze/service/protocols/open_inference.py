@@ -7,14 +7,14 @@ Source: https://github.com/kserve/open-inference-protocol, ``specification/proto
 binary tensor data extension of Triton.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 from urllib.parse import unquote
 
-from pydantic import BaseModel, Field, create_model
+from pydantic import BaseModel, BeforeValidator, Field, create_model
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -24,9 +24,11 @@ from cloze.service.core import ServedRequest
 from cloze.service.http.body import BytesResponse, load, validate
 from cloze.service.http.routes import RAW, RECORD, Route, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline
+from cloze.service.protocols import tensors
 from cloze.service.protocols.protocol import (
     STATUSES_WITHOUT_422,
     TIMING_HEADERS,
+    LenientModel,
     ProtocolContext,
     TaskRoute,
     WireProtocol,
@@ -36,47 +38,57 @@ from cloze.service.protocols.protocol import (
     get_route,
     json_response,
 )
-from cloze.service.protocols.tensors import (
-    JSON_LENGTH,
-    TaskTensors,
-    TensorMetadata,
-    read_texts,
-    split,
-    write_tensor,
-)
 from cloze.service.tasks import Task
 from cloze.service.tasks.task import INPUTS
-from cloze.service.tasks.wire import WireModel
+from cloze.service.tasks.wire import CountOrZero, check_range
 
 _TAG: Final = "Open Inference Protocol"
 
 
-class InferInput(WireModel):
+_NullIsDefault: Final = BeforeValidator(lambda value: {} if value is None else value)
+
+
+class TensorParameters(LenientModel):
+    """The parameters of a tensor: the first two of an input, the others of an output."""
+
+    binary_data_size: int | None = Field(None, description="bytes of the tensor after the JSON")
+    content_type: str | None = Field(None, description="the codec of the texts, as in MLServer")
+    binary_data: bool | None = Field(None, description="whether the tensor follows the JSON")
+    classification: int | None = Field(None, ge=1, description="number of labels, best first")
+
+
+class InferInput(LenientModel):
     """An input tensor; ``data`` is absent if the tensor follows the JSON as bytes."""
 
     name: str
     shape: list[int] = Field(max_length=8)
     datatype: Literal["BYTES"]
-    parameters: dict[str, Any] | None = None
+    parameters: Annotated[TensorParameters, _NullIsDefault] = TensorParameters()
     data: list[str | list[str]] | None = None
 
 
-class InferOutput(WireModel):
+class InferOutput(LenientModel):
     """An output tensor that a client asks for."""
 
     name: str
-    parameters: dict[str, Any] | None = None
+    parameters: Annotated[TensorParameters, _NullIsDefault] = TensorParameters()
 
 
-class InferBody(WireModel):
+class InferParameters(LenientModel):
+    """The parameters of a request, besides those of the task."""
+
+    binary_data_output: bool | None = Field(None, description="the default of binary_data")
+    timeout: CountOrZero | None = Field(None, description="microseconds to wait at most")
+
+
+class InferBody(LenientModel):
     """The body of ``POST /v2/models/{model}/infer``."""
 
     inputs: list[InferInput]
     id: str | None = Field(None, max_length=1024, description="returned with the answer")
+    model_name: str | None = Field(None, description="ignored: the path has the name")
     outputs: list[InferOutput] | None = Field(None, description="the default is all")
-    parameters: dict[str, Any] | None = Field(
-        None, description="parameters of the task, and binary_data_output"
-    )
+    parameters: Annotated[InferParameters, _NullIsDefault] = InferParameters()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,19 +132,19 @@ _LIVE = _answer_type("Live", "/v2/health/live", live=Literal[True])
 _READY = _answer_type("Ready", "/v2/health/ready", ready=Literal[True])
 _NAMES = _answer_type("ModelNames", "/v2/models", models=list[str])
 _MODEL_READY = _answer_type("ModelReady", f"{_MODEL}/ready", name=str, ready=Literal[True])
-_TENSORS = {"inputs": list[TensorMetadata], "outputs": list[TensorMetadata]}
-_METADATA = _answer_type(
-    "ModelMetadata", _MODEL, name=str, versions=list[str], platform=str, **_TENSORS
-)
+_ABOUT: Any = {"name": str, "versions": list[str], "platform": str}
+_ABOUT |= dict.fromkeys(("inputs", "outputs"), list[tensors.TensorMetadata])
+_METADATA = _answer_type("ModelMetadata", _MODEL, **_ABOUT)
 
 
 class _TaskModel(TaskRoute):
     """One task, as the models of the protocol that do it."""
 
-    body = InferBody
-
     def __init__(self, task: Task, context: ProtocolContext) -> None:
-        self.task, self.tensors = task, TaskTensors(task)
+        self.task, self.tensors = task, tensors.TaskTensors(task)
+        parameters: Any = create_model("Parameters", __base__=(task.parameters, InferParameters))
+        typed: Any = (Annotated[parameters, _NullIsDefault], parameters())
+        self.body = create_model("InferBody", __base__=InferBody, parameters=typed)
         super().__init__(context)
 
     def in_body(self, at: errors.Location, _: Any) -> errors.Location:
@@ -144,92 +156,106 @@ class _TaskModel(TaskRoute):
         return errors.Location(((fields or [self.tensors.inputs[0].name])[0], *numbers))
 
     def parse(self, request: ServedRequest, data: bytes) -> tuple[TaskRoute, Any]:
-        """Return the route, and a body whose tensors have the data that follows the JSON."""
-        head, binary = split(data, request.first.get(JSON_LENGTH.encode()))
-        body = validate(InferBody, load(head, self.context.body_limits))
-        tensors = []
+        """Return the route, and a body with decoded texts and the names of its ignored parts."""
+        head, rest = tensors.split(data, request.first.get(tensors.JSON_LENGTH.encode()))
+        limits, most = self.context.body_limits, self.context.max_request_texts
+        body: Any = validate(self.body, load(head, limits))
+        inputs = []
         for tensor in body.inputs:
-            size = (tensor.parameters or {}).get("binary_data_size")
-            if size is not None:
-                at = _location(tensor)
-                if not isinstance(size, int):
-                    problem = (
-                        f"has the binary_data_size {errors.quoted(str(size))}, no whole number"
-                    )
-                    raise errors.InvalidRequest(problem, at)
-                if not 0 <= size <= len(binary):
-                    problem = f"has the binary_data_size {size}; {len(binary)} bytes are left"
+            at = errors.Location((errors.quoted(tensor.name)[1:-1],))  # in ASCII
+            if (size := tensor.parameters.binary_data_size) is not None:
+                if not 0 <= size <= len(rest):
+                    problem = f"has the binary_data_size {size}; {len(rest)} bytes are left"
                     raise errors.InvalidRequest(problem, at)
                 if tensor.data is not None:
                     raise errors.InvalidRequest("has both data and binary_data_size", at)
-                texts = read_texts(binary[:size], at, self.context.max_request_texts)
+                texts, rest = tensors.read_texts(rest[:size], at, most), rest[size:]
                 tensor = tensor.model_copy(update={"data": texts})
-                binary = binary[size:]
-            tensors.append(tensor)
-        if binary:
-            raise errors.InvalidRequest(f"{len(binary)} bytes after the JSON belong to no tensor")
-        return self, body.model_copy(update={"inputs": tensors})
+            kind, read = tensor.parameters.content_type, partial(load, limits=limits)
+            texts = tensors.decode_content(_texts(tensor, at), kind, at, read)
+            inputs.append(tensor.model_copy(update={"data": texts, "shape": [len(texts)]}))
+        if rest:
+            raise errors.InvalidRequest(f"{len(rest)} bytes after the JSON belong to no tensor")
+        ignored = dict.fromkeys(_ignored(body, request.path))
+        return self, body.model_copy(update={"inputs": inputs} | ignored)
 
-    def to_call(self, _: ServedRequest, body: InferBody) -> tuple[Any, Any]:
-        known = [tensor.name for tensor in self.tensors.outputs]
+    def to_call(self, request: ServedRequest, body: InferBody) -> tuple[Any, Any]:
+        known = ", ".join(tensor.name for tensor in self.tensors.outputs)
         for output in body.outputs or ():
-            if output.name not in known:
-                problem = (
-                    f"names {errors.quoted(output.name)}; {self.task.name} has {', '.join(known)}"
-                )
+            problem, is_score = "", self.task.labels is not None and output.name == "score"
+            if output.name not in known.split(", "):
+                problem = f"names {errors.quoted(output.name)}; {self.task.name} has {known}"
+            elif output.parameters.classification and not is_score:
+                problem = f"asks for classification; {output.name} is no score of labels"
+            if problem:
                 raise errors.InvalidRequest(problem, errors.Location(("outputs",)))
-        texts: dict[str, list[str]] = {}
+        texts: dict[str, list[Any]] = {}
         for tensor in body.inputs:
             if tensor.name in texts:
                 raise errors.InvalidRequest(f"has {errors.quoted(tensor.name)} twice", INPUTS)
-            texts[tensor.name] = _texts(tensor)
-        given = dict(body.parameters or {})
-        given.pop("binary_data_output", None)  # of the protocol, not of the task
-        parameters = validate(self.task.parameters, given, errors.Location(("parameters",)))
-        if getattr(parameters, "return_offsets", None):
+            texts[tensor.name] = tensor.data or []
+        if getattr(body.parameters, "return_offsets", None):
             problem = "asks for offsets, which no tensor has; POST /embed_all returns them"
             raise errors.InvalidRequest(problem, errors.Location(("parameters", "return_offsets")))
-        return self.tensors.to_inputs(texts), parameters
+        if microseconds := body.parameters.timeout:
+            check_range(microseconds, 0, 2**63, "timeout")
+            if (limit_s := microseconds / 1e6) < request.limit_s:
+                request.stated_s = request.limit_s = limit_s
+                request.deadline = self.context.limits.clock.monotonic() + limit_s
+        return self.tensors.to_inputs(texts), body.parameters
 
     def respond(self, request: ServedRequest, body: InferBody, value: Any) -> BytesResponse:
         model, _, number = request.model.rpartition("@")
-        default = (body.parameters or {}).get("binary_data_output", False)
-        asked = {output.name: output.parameters or {} for output in body.outputs or ()}
+        default = body.parameters.binary_data_output
+        asked = {output.name: output.parameters for output in body.outputs or ()}
         outputs = self.tensors.to_outputs(value, asked, body.inputs[0].shape[0])
         datatypes = {tensor.name: tensor.datatype for tensor in self.tensors.outputs}
         rows, parts = [], []
         for name, data in outputs.items():
+            parameters = asked.get(name, TensorParameters())
             shape = [len(data)] if isinstance(data, list) else list(data.shape)
             row: dict[str, Any] = {"name": name, "shape": shape, "datatype": datatypes[name]}
-            if asked.get(name, {}).get("binary_data", default):
-                parts.append(write_tensor(data))
+            if (most := parameters.classification) and self.task.labels is not None:
+                manifest = self.context.models.named(request.model).manifest
+                data = tensors.classes(value, self.task.labels(manifest, body.parameters), most)
+                row |= {"shape": [len(value), len(data) // len(value)], "datatype": "BYTES"}
+            if default if parameters.binary_data is None else parameters.binary_data:
+                parts.append(tensors.write_tensor(data))
                 row["parameters"] = {"binary_data_size": len(parts[-1])}
             else:
                 row["data"] = data if isinstance(data, list) else data.reshape(-1)
             rows.append(row)
-        answer: dict[str, Any] = {"model_name": f"{model}.{self.task.name}"}
-        answer |= {"model_version": number, "outputs": rows}
-        if body.id is not None:
-            answer["id"] = body.id
-        head = json_response(answer, in_parts=request.is_large)
+        answer: dict[str, Any] = {} if body.id is None else {"id": body.id}
+        answer |= {"model_name": f"{model}.{self.task.name}", "model_version": number}
+        head = json_response(answer | {"outputs": rows}, in_parts=request.is_large)
         if not parts:
             return head
-        length = (JSON_LENGTH.encode(), b"%d" % len(head.body))
+        length = (tensors.JSON_LENGTH.encode(), b"%d" % len(head.body))
         return BytesResponse(b"".join((head.body, *parts)), RAW.encode(), length)
 
 
-def _location(tensor: InferInput) -> errors.Location:
-    """Return the location of a tensor, by its name in ASCII."""
-    return errors.Location((errors.quoted(tensor.name)[1:-1],))
+def _ignored(body: InferBody, path: str) -> Iterator[str]:
+    """Yield the names of what a body has and nobody reads, besides its own fields."""
+    if body.model_name is not None and f"/{body.model_name}/" not in path:
+        yield "model_name, unlike the path's"
+    for place, parts, read in (
+        ("inputs", body.inputs, {"binary_data_size", "content_type"}),
+        ("outputs", body.outputs or (), {"binary_data", "classification"}),
+    ):
+        for tensor in parts:
+            yield from (f"{place}.{name}" for name in tensor.model_extra or ())
+            for name in sorted(tensor.parameters.model_fields_set - read):
+                if name.startswith("shared_memory_"):
+                    problem = f"has {name}, but there is no shared memory; send the data"
+                    raise errors.InvalidRequest(problem, errors.Location((place, "parameters")))
+                yield f"{place}.parameters.{name}"
 
 
-def _texts(tensor: InferInput) -> list[str]:
-    """Return the texts of an input tensor [n] or [n, 1]."""
-    at = _location(tensor)
-    if len(tensor.shape) not in (1, 2) or tensor.shape[1:] not in ([], [1]):
-        raise errors.InvalidRequest(
-            f"has the shape {str(tensor.shape[:9])[:80]}; send [n] or [n, 1]", at
-        )
+def _texts(tensor: InferInput, at: errors.Location) -> list[str]:
+    """Return the elements of an input tensor [n] or [n, 1]."""
+    if not tensor.shape or tensor.shape[1:] not in ([], [1]):
+        problem = f"has the shape {str(tensor.shape)[:80]}; send [n] or [n, 1]"
+        raise errors.InvalidRequest(problem, at)
     if tensor.data is None:
         raise errors.InvalidRequest("has neither data nor binary_data_size", at)
     texts: list[str] = []
@@ -257,14 +283,13 @@ class _Server:
         try:
             chosen = models.choose(model.task, bundle if number is None else f"{bundle}@{number}")
         except errors.WrongTask as error:
-            raise errors.UnknownModel(
-                f"no model {errors.quoted(name)} is served: {error}"
-            ) from None
+            problem = f"no model {errors.quoted(name)} is served: {error}"
+            raise errors.UnknownModel(problem) from None
         return model, chosen
 
     async def server(self, _: Request) -> Response:
         about = {"name": "cloze", "version": version(DISTRIBUTION)}
-        return json_response(about | {"extensions": ["binary_tensor_data"]})
+        return json_response(about | {"extensions": ["binary_tensor_data", "classification"]})
 
     async def models(self, request: Request) -> Response:
         return json_response({"models": _names(self._context.models_of(request.scope[RECORD]))})
@@ -333,7 +358,7 @@ _INFER: Final = RouteDoc(
     body=InferBody,
     examples={"One text": {"inputs": [_TEXT]}},
     media_types=(RAW,),
-    headers={**TIMING_HEADERS, JSON_LENGTH: ("integer", "bytes of the JSON before the tensors")},
+    headers={**TIMING_HEADERS, tensors.JSON_LENGTH: ("integer", "bytes of the JSON")},
     errors=STATUSES_WITHOUT_422,
 )
 

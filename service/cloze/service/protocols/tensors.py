@@ -15,7 +15,8 @@ Each text is its length, 4 bytes, and its UTF-8. Source: Triton Inference Server
 """
 
 import struct
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from base64 import b64decode
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Annotated, Any, Final, Literal, get_args, get_origin
 
@@ -101,10 +102,8 @@ class TaskTensors:
             for name, texts in tensors.items():
                 if name != self._listed:
                     if len(texts) != 1:
-                        at = errors.Location((name,))
-                        raise errors.InvalidRequest(
-                            f"has {len(texts)} texts; it needs exactly 1", at
-                        )
+                        problem = f"has {len(texts)} texts; it needs exactly 1"
+                        raise errors.InvalidRequest(problem, errors.Location((name,)))
                     values[name] = texts[0]
             return self._model.model_construct(**values)
         lengths = {name: len(texts) for name, texts in tensors.items()}
@@ -233,6 +232,41 @@ def read_texts(data: memoryview, at: errors.Location, most: int) -> list[str]:
                 f"has a text, {len(texts)}, that is not UTF-8", at
             ) from None
     return texts
+
+
+def decode_content(
+    elements: list[str], kind: str | None, at: errors.Location, load: Callable[[bytes], Any]
+) -> list[str]:
+    """Return the texts of elements with a content type of MLServer's codecs; ``load`` reads JSON.
+
+    Raises:
+        InvalidRequest: there is no such content type, or the elements are not of it.
+    """
+    if kind in (None, "str", "np", "raw"):
+        return elements
+    try:
+        if kind == "base64":
+            return [b64decode(element, validate=True).decode() for element in elements]
+        if kind not in ("hg_json", "hg_jsonlist", "json"):
+            problem = f"has the content_type {errors.quoted(str(kind))}; there are str, np, raw, "
+            raise errors.InvalidRequest(f"{problem}base64, hg_json, hg_jsonlist and json", at)
+        values = load(f"[{','.join(elements)}]".encode())  # at once, for its limit of values
+        texts = [t for value in values for t in (value if isinstance(value, list) else [value])]
+    except (ValueError, errors.MalformedRequest):
+        texts = [None]
+    if not all(isinstance(text, str) for text in texts):
+        raise errors.InvalidRequest(f"has the content_type {kind}, but not of texts", at)
+    return texts
+
+
+def classes(rows: Sequence[Any], labels: Sequence[str], most: int) -> list[str]:
+    """Return ``score:index:label`` of the best labels of each input, with their index in the model.
+
+    Source: Triton Inference Server, ``docs/protocol/extension_classification.md``.
+    """
+    numbers = {label: number for number, label in enumerate(labels)}
+    best = [entry for row in rows for entry in sorted(row, key=lambda each: -each.score)[:most]]
+    return [f"{entry.score:f}:{numbers[entry.label]}:{entry.label}" for entry in best]
 
 
 def write_tensor(data: Data) -> bytes:

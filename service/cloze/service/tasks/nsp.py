@@ -105,6 +105,7 @@ TASK: Final = Task(
     prepare=prepare,
     decode=decode,
     scores=lambda *_: "probability",
+    labels=lambda *_: ("IsNext", "NotNext"),
     examples={
         "A pair": {"inputs": {"text": "He opened the door.", "next": "He went in."}},
         "Candidates to rank": {

@@ -81,8 +81,9 @@ def prepare(inputs: Any, parameters: QaParameters, context: TaskContext) -> Prep
     limits = context.limits
     pairs = limits.checked(inputs)
     default = {name: min(limits.max_tokens, tokens) for name, tokens in _DEFAULT_TOKENS.items()}
+    given = parameters.model_dump(include=set(QaParameters.model_fields), exclude_none=True)
     options = QaOptions(
-        **(default | parameters.model_dump(exclude_none=True)),
+        **(default | given),
         no_answer_threshold=span.no_answer_threshold(context.manifest.heads),
     )
     check_range(options.top_k, 1, limits.max_top_k, "top_k")

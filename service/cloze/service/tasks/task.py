@@ -262,6 +262,8 @@ class Task:
         needs_thread: parameters -> whether even a short body is tokenized and decoded on a thread.
         scores: (manifest, parameters) -> what the scores in the results are; None: the results
             have no scores.
+        labels: (manifest, parameters) -> the labels of each input in the model's order; None: the
+            results are not the scores of all labels.
         vectors: whether clients may request the result as bytes.
         own_fields, own_parameters: fields of inputs, and parameters, that only this task has, by
             which ``POST /`` recognises the task.
@@ -282,6 +284,7 @@ class Task:
     alone: tuple[type, ...] = ()
     needs_thread: Callable[[Any], bool] = lambda _: False
     scores: Callable[[Manifest, Any], ScoreKind | None] = lambda *_: None
+    labels: Callable[[Manifest, Any], Sequence[str]] | None = None
     vectors: bool = False
     own_fields: tuple[str, ...] = ()
     own_parameters: tuple[str, ...] = ()

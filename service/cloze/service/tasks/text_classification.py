@@ -186,6 +186,7 @@ TASK: Final = Task(
     prepare=prepare,
     decode=decode,
     scores=_scores,
+    labels=lambda manifest, p: sequence_labels(manifest).choose(p.label_set)[0].labels,
     examples={
         "One text": {"inputs": "The room was loud and the staff unfriendly."},
         "A pair, its best label of one of several sets": {

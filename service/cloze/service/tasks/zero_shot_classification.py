@@ -197,6 +197,7 @@ TASK: Final = Task(
     prepare=prepare,
     decode=decode,
     scores=lambda *_: "probability",
+    labels=lambda _, parameters: parameters.candidate_labels,
     examples={
         "One text": {
             "inputs": "The parliament passed the law.",

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 import struct
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -702,6 +703,62 @@ def test_bytes_in_and_out(service: Service) -> None:
     assert "inference-header-content-length" not in response.headers
 
 
+NSP = [tensor("text", "a"), tensor("next", "b")]
+
+
+def asked(name: str, **parameters: Any) -> dict[str, Any]:
+    return {"outputs": [{"name": name, "parameters": parameters}]}
+
+
+def test_scores_of_labels_are_asked_for_as_classes(service: Service) -> None:
+    """With the index of each label in the model, as Triton's clients read them."""
+
+    def classes(task: str, most: int, **more: Any) -> tuple[list[int], list[str]]:
+        texts = [tensor("text", "a", "a b c"), *more.pop("inputs", [])]
+        fields = asked("score", classification=most) | more
+        [row] = ok(infer(service, f"tiny.{task}", *texts, **fields))["outputs"]
+        assert (row["name"], row["datatype"]) == ("score", "BYTES")
+        return row["shape"], [re.sub(r"^[0-9.]+:", "", text) for text in row["data"]]
+
+    assert classes("nsp", 9, inputs=[tensor("next", "b", "b")]) == (
+        [2, 2], ["0:IsNext", "1:NotNext"] * 2,
+    )  # fmt: skip
+    best = ok(infer(service, "tiny.text-classification", tensor("text", "a")))["outputs"]
+    shape, named = classes("text-classification", 2)
+    assert shape == [2, 2]
+    assert named[0] == f"0:{best[2]['data'][0]}"
+    assert named[1].startswith("1:")
+    binary_one = asked("score", classification=1, binary_data=True)
+    response = infer(service, "tiny.nsp", *NSP, **binary_one)
+    assert response.content.endswith(packed("0.880797:0:IsNext"))
+
+
+def test_what_other_clients_send_is_read_or_named(service: Service) -> None:
+    """KServe's name of the model, Triton's parameters, and MLServer's codecs and nulls."""
+    typed = (("str", ["the"]), ("np", ["the"]), ("base64", ["dGhl"]), ("hg_json", ['["the"]']),
+             ("hg_jsonlist", ['"the"']), ("json", ['"the"']), (None, ["the"]))  # fmt: skip
+    for kind, data in typed:
+        sent = tensor("text", *data, parameters=kind and {"content_type": kind})
+        response = infer(service, "tiny.embed", sent, model_name="tiny.embed", outputs=None)
+        assert ok(response)["outputs"][0]["data"] == pytest.approx([0.6, 0, 0.8, 0]), kind
+        assert "x-warning" not in response.headers
+    several = tensor("text", '["the", "a b"]', parameters={"content_type": "hg_json"})
+    assert ok(infer(service, "tiny.embed", several))["outputs"][0]["shape"] == [2, 4]
+    sent = tensor("text", "a", parameters={"test": 1}, more=2)
+    parameters = {"priority": 1, "sequence_id": 7, "normalize": False, "timeout": 20_000_000}
+    fields = asked("embedding", content_type="np") | {"parameters": parameters, "model_name": "x"}
+    response = infer(service, "tiny.embed", sent, **fields)
+    assert ok(response)["outputs"][0]["data"] == [3, 0, 4, 0]
+    assert service.seen.limit_s == 20
+    assert response.headers["x-warning"] == (
+        "ignored unknown fields: model_name, unlike the path's, inputs.more, "
+        "inputs.parameters.test, outputs.parameters.content_type, parameters.priority, "
+        "parameters.sequence_id"
+    )
+    late = infer(service, "tiny.embed", tensor("text", "a"), parameters={"timeout": 1})
+    assert late.status_code in (429, 503, 504)
+
+
 @pytest.mark.parametrize(
     ("model", "tensors", "fields", "status", "code"),
     [
@@ -712,7 +769,20 @@ def test_bytes_in_and_out(service: Service) -> None:
         ("tiny.embed", [tensor("text", "a", shape=[2])], {}, 400, "invalid_value"),
         ("tiny.embed", [tensor("text", "a", shape=[1, 2])], {}, 400, "invalid_value"),
         ("tiny.embed", [tensor("text", "a")], {"outputs": [{"name": "x"}]}, 400, "invalid_value"),
-        ("tiny.embed", [tensor("text", "a")], {"parameters": {"x": 1}}, 400, "invalid_body"),
+        ("tiny.embed", [tensor("text", "a")], {"parameters": {"timeout": -1}}, 400, "invalid_value"),
+        ("tiny.embed", [tensor("text", "a", parameters={"content_type": "pd"})], {}, 400,
+         "invalid_value"),
+        ("tiny.embed", [tensor("text", "{}", parameters={"content_type": "hg_json"})], {}, 400,
+         "invalid_value"),
+        ("tiny.embed", [tensor("text", "[", parameters={"content_type": "json"})], {}, 400,
+         "invalid_value"),
+        ("tiny.embed", [tensor("text", "a", parameters={"shared_memory_region": "r"})], {}, 400,
+         "invalid_value"),
+        ("tiny.embed", [tensor("text", "a")], asked("embedding", classification=1), 400,
+         "invalid_value"),
+        ("tiny.nsp", NSP, asked("label", classification=1), 400, "invalid_value"),
+        ("tiny.nsp", NSP, asked("score", classification=0), 400, "invalid_body"),
+        ("tiny.nsp", NSP, asked("score", binary_data="yes"), 400, "invalid_body"),
         ("tiny.embed", [sized("text", 1, 1)], {}, 400, "invalid_value"),
         ("tiny.embed", [sized("text", -1, 1)], {}, 400, "invalid_value"),
         ("tiny.embed", [sized("text", 0, 1) | {"data": ["a"]}], {}, 400, "invalid_value"),
@@ -742,7 +812,7 @@ def test_bytes_that_are_refused(service: Service) -> None:
 
 def test_what_is_said_of_a_model(service: Service) -> None:
     assert ok(service.get("/v2")) == {
-        "name": "cloze", "version": version("cloze-server"), "extensions": ["binary_tensor_data"],
+        "name": "cloze", "version": version("cloze-server"), "extensions": ["binary_tensor_data", "classification"],
     }  # fmt: skip
     assert ok(service.get("/v2/models"))["models"][-2:] == ["small.embed", "small.similarity"]
     assert len(ok(service.get("/v2/models"))["models"]) == len(TASKS) + 1, "each name once"

@@ -68,8 +68,8 @@ def ask(
 
 def test_only_its_models_exist_for_a_key(ask: Ask) -> None:
     rows = {name: ask(name, "/v1/models").json()["data"] for name in ("everyone", "tenant")}
-    assert [row["id"] for row in rows["tenant"]] == ["topics@1", "vectors@1"]
-    assert len(rows["everyone"]) == 5
+    assert [row["id"] for row in rows["tenant"]] == ["topics@1", "topics", "vectors@1", "vectors"]
+    assert len(rows["everyone"]) == 10
     info = ask("tenant", "/info").json()
     assert [model["name"] for model in info["models"]] == ["topics", "vectors"]
     assert set(info["defaults"].values()) == {"topics@1", "vectors@1"}

@@ -61,17 +61,22 @@ def test_an_error_has_its_status_and_its_type(
     only_400 = 400 if status == 422 else status
     error_code = "model_not_found" if kind is errors.UnknownModel else None
     error = {"message": message, "type": openai_type, "param": None, "code": error_code}
+    openai, ollama = {"error": error, "detail": message}, {"error": message}
+    usual = {"error": message, "error_type": error_type, "code": code}
     expected: dict[str, Any] = {
-        "/v1/": (only_400, {"error": error, "detail": message}),
+        **dict.fromkeys(("/v1/", "/models", "/v1/ranking"), (only_400, openai)),
+        **dict.fromkeys(("/v2", "/api/", "/api/tags"), (only_400, ollama)),
+        "/v1/rerank": (only_400, openai | {"message": message}),
         "/v2/embed": (only_400, {"message": message}),
-        "/v2": (only_400, {"error": message}),
-        "/api/": (only_400, {"error": message}),
+        "/vectors": (status, {"error": message}),
+        # Those of several protocols: each reads its own.
+        **dict.fromkeys(
+            ("/predict", "/score"), (status, usual | {"message": message, "detail": message})
+        ),
     }
-    expected |= {"/models": expected["/v1/"], "/api/tags": expected["/api/"]}
-    usual = (status, {"error": message, "error_type": error_type, "code": code})
     assert response.headers["x-error-code"] == code
     answer = response.status_code, json.loads(response.body)
-    assert answer == expected.get(protocol.prefixes[0], usual)
+    assert answer == expected.get(protocol.prefixes[0], (status, usual))
 
 
 def test_every_code_is_documented_with_its_status_and_type() -> None:

@@ -40,7 +40,7 @@ def test_the_protocol_of_a_path_writes_its_errors() -> None:
         return body
 
     native = {"error": "why", "error_type": "Validation", "code": "invalid_value"}
-    for path in ("/", "/embed", "/predict", "/nowhere", "/v1", "*"):
+    for path in ("/", "/embed", "/nowhere", "/v1", "*"):
         assert shape(path) == native, path
     for path in ("/v1/embeddings", "/v1/nowhere", "/embeddings"):
         assert shape(path)["error"]["type"] == "invalid_request_error", path

@@ -20,6 +20,7 @@ from cloze.service.protocols import (
     open_inference,
     openai,
     reranking,
+    shared_paths,
     tei,
     vllm,
 )
@@ -34,6 +35,7 @@ PROTOCOLS: Final[tuple[WireProtocol, ...]] = (
     reranking.PROTOCOL,
     nvidia.PROTOCOL,
     vllm.PROTOCOL,
+    shared_paths.PROTOCOL,
 )
 
 

@@ -24,6 +24,7 @@ from cloze.service.protocols import (
     openai_models,
     reranking,
     sagemaker,
+    shared_paths,
     tei,
     vertex,
     vllm,
@@ -46,6 +47,7 @@ PROTOCOLS: Final[tuple[WireProtocol, ...]] = (
     sagemaker.PROTOCOL,
     weaviate.PROTOCOL,
     vertex.PROTOCOL,
+    shared_paths.PROTOCOL,
 )
 
 

@@ -15,7 +15,7 @@ from cloze.service.errors import InvalidBody
 from cloze.service.http.body import load, validate
 from cloze.service.http.errors import ErrorInfo
 from cloze.service.models.pipeline import Models, Pipeline
-from cloze.service.protocols.protocol import ProtocolContext, TaskRoute
+from cloze.service.protocols.protocol import ProtocolContext, TaskRoute, WireProtocol
 
 _NO_MODEL: Final = "default/not-specified"
 """The name that Infinity's client sends where its user names no model."""
@@ -103,3 +103,9 @@ class SharedRoute(TaskRoute):
                 raise InvalidBody(f"the request has none of {known}; one of them is required")
             route = self._by_field[fields[0]]
         return route, validate(route.body, value)
+
+
+PROTOCOL: Final = WireProtocol(
+    ("/rerank", "/score", "/classify"), lambda _: (), error_body, has_422=True
+)
+"""The errors of the shared paths, whose routes the protocols bind."""

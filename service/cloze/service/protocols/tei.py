@@ -18,13 +18,15 @@ from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.protocols import reranking
 from cloze.service.protocols.protocol import (
+    ErrorBody,
     LenientModel,
     ProtocolContext,
     TaskRoute,
     WireProtocol,
+    error_body,
 )
 from cloze.service.protocols.rank_routes import RANKED_BY, RankRoute, can_rank
-from cloze.service.protocols.shared_paths import SharedErrorBody, SharedRoute, error_body
+from cloze.service.protocols.shared_paths import SharedRoute
 from cloze.service.tasks import embed, rerank, text_classification, token_ids
 from cloze.service.tasks.task import INPUTS
 from cloze.service.tasks.text_classification import TextClassificationParameters, TextPair
@@ -69,7 +71,7 @@ class DecodeBody(token_ids.DecodeParameters, LenientModel):
     model: str | None = _MODEL
 
 
-_doc = partial(RouteDoc, tag="text-embeddings-inference", error_body=SharedErrorBody)
+_doc = partial(RouteDoc, tag="text-embeddings-inference", error_body=ErrorBody)
 
 
 def routes(context: ProtocolContext) -> Sequence[Route]:
@@ -186,5 +188,5 @@ class _Decode(_TokenizerRoute):
 
 
 PROTOCOL: Final = WireProtocol(
-    ("/predict", "/rerank", "/tokenize", "/decode"), routes, error_body, has_422=True
+    ("/predict", "/tokenize", "/decode"), routes, error_body, has_422=True
 )

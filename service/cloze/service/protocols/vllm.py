@@ -25,16 +25,14 @@ from cloze.service.protocols.protocol import (
     WireProtocol,
 )
 from cloze.service.protocols.rank_routes import RANKED_BY, RankRoute, can_rank, raw_scores
-from cloze.service.protocols.shared_paths import ServedName, error_body
+from cloze.service.protocols.shared_paths import ServedName
 from cloze.service.tasks import rerank, text_classification
 from cloze.service.tasks.task import INPUTS
 from cloze.service.tasks.wire import Text, Texts
 
-# fmt: off
 _PAIRS: Final = (
     ("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2"),
-)
-# fmt: on
+)  # fmt: skip
 _TextOrTexts = Text | Texts | None
 
 
@@ -219,4 +217,4 @@ def other_routes(context: ProtocolContext) -> Mapping[str, Mapping[str, TaskRout
     }
 
 
-PROTOCOL: Final = WireProtocol(("/score", "/classify"), routes, error_body, has_422=True)
+PROTOCOL: Final = WireProtocol(("/v1/score", "/v1/classify"), routes, openai.error_body)

@@ -106,7 +106,7 @@ def test_litellm_as_a_proxy(server: Server, vectors: np.ndarray, tmp_path: Path)
             stderr=log,
         )
     try:
-        transport = httpx.HTTPTransport(retries=9)  # until the proxy listens, up to 2 minutes
+        transport = httpx.HTTPTransport(retries=10)  # until the proxy listens, up to 4 minutes
         url = f"http://127.0.0.1:{port}"
         sent = {"Authorization": f"Bearer {key}"}
         with httpx.Client(base_url=url, headers=sent, timeout=60, transport=transport) as client:

@@ -42,6 +42,30 @@ def test_an_empty_store_is_a_problem_with_advice(tmp_path: Path) -> None:
     assert found["store"]["advice"].startswith("cloze export SOURCE")
 
 
+def test_missing_packages_are_named_with_the_command_that_installs_them(
+    tiny_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("onnxruntime", "matplotlib"):
+        monkeypatch.setitem(sys.modules, module, None)
+    found = findings("--model-store", str(tiny_store), code=1)
+    assert found["onnxruntime"]["status"] == "problem"
+    assert "matplotlib" in found["train"]["finding"]
+    for subject in ("onnxruntime", "train"):
+        assert "pip install" in found[subject]["advice"]
+
+
+def test_the_limit_of_the_container_counts(
+    tiny_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "memory.max").write_text("600000000")
+    (tmp_path / "memory.current").write_text("400000000")
+    (tmp_path / "memory.stat").write_text("inactive_file 0\n")
+    for read in (machine.memory_limit, machine.memory_used):
+        monkeypatch.setattr(read, "__defaults__", (tmp_path,))
+    found = findings("--model-store", str(tiny_store))["memory"]
+    assert (found["status"], found["finding"].split(" available")[0]) == ("note", "200 MB")
+
+
 def test_little_memory_and_a_misspelt_variable_are_noted(
     tiny_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

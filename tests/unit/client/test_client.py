@@ -238,6 +238,7 @@ def test_vectors_of_tokens_are_split_by_their_lengths() -> None:
 def test_sparse_words_and_similarities() -> None:
     recorded = answering([[{"index": 3, "value": 0.5, "token": "red"}]])
     assert recorded.client.embed_sparse("a", top_k=1) == [[Word(3, 0.5, "red")]]
+    assert recorded.requests[0].url.path == "/embed_sparse"
     assert recorded.bodies == [{"inputs": ["a"], "top_k": 1, "return_tokens": True}]
     recorded = answering([0.5], [0.25], batch_size=1)
     assert recorded.client.similarity("s", ["a", "b"], model="m").tolist() == [0.5, 0.25]
@@ -496,3 +497,16 @@ async def test_a_failed_request_ends_the_others_of_its_call() -> None:
         with pytest.raises(RequestRefused):
             await client.embed(["wrong", "waits", "waits too"])
         assert asyncio.all_tasks() == before
+
+
+def test_a_bar_shows_the_requests_of_a_long_list(capsys: pytest.CaptureFixture[str]) -> None:
+    recorded = Recorded(echo_rows, batch_size=1, progress=True)
+    recorded.client.embed(["a"])
+    assert capsys.readouterr().err == ""
+    recorded.client.embed(["a", "b"])
+    assert "2/2" in capsys.readouterr().err
+
+
+def test_a_server_may_have_a_certificate() -> None:
+    transport = httpx.MockTransport(echo_rows)
+    assert Client("https://cloze", transport=transport).embed(["a"]).shape == (1, 1)

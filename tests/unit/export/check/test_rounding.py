@@ -1,6 +1,7 @@
 """Rounding of weights: which matrices become fp16 or integers, and what is refused."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -76,3 +77,9 @@ def test_weights_that_fp16_cannot_hold_are_named() -> None:
         ExportError, match=r"encoder.layers.1.up.weight holds 6.56e\+04, .* use fp32"
     ):
         round_weights(made, EmbeddingRecipe(), Weights.FP16, {})
+
+
+def test_calibration_leaves_no_hook_in_the_model() -> None:
+    made = model()
+    input_scales(made, TOKENIZER)
+    assert pickle.dumps(made.encoder), "a local function, as a hook is one, cannot be pickled"

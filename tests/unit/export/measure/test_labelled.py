@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from cloze.export.errors import DataError
+from cloze.export.measure.documents import read_lines
 from cloze.export.measure.labelled import read_labelled, read_tagged
 
 EXPECTED = "label: a text or a number is expected"
@@ -31,6 +32,13 @@ def test_a_bad_line(read: Any, line: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         read([file])
     assert str(caught.value).startswith(f"{file}, line 2: {message}")
+
+
+def test_a_line_with_a_zero_byte_is_no_text(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_bytes(b"a\n\0\n")
+    with pytest.raises(DataError, match="line 2 is not text"):
+        list(read_lines(file))
 
 
 def test_the_kinds_of_labels(tmp_path: Path) -> None:

@@ -64,15 +64,13 @@ def test_an_error_has_its_status_and_its_type(
     openai, ollama = {"error": error, "detail": message}, {"error": message}
     usual = {"error": message, "error_type": error_type, "code": code}
     expected: dict[str, Any] = {
-        **dict.fromkeys(("/v1/", "/models", "/v1/ranking"), (only_400, openai)),
+        **dict.fromkeys(("/v1/", "/models", "/v1/ranking", "/v1/score"), (only_400, openai)),
         **dict.fromkeys(("/v2", "/api/", "/api/tags"), (only_400, ollama)),
         "/v1/rerank": (only_400, openai | {"message": message}),
         "/v2/embed": (only_400, {"message": message}),
         "/vectors": (status, {"error": message}),
-        # Those of several protocols: each reads its own.
-        **dict.fromkeys(
-            ("/predict", "/score"), (status, usual | {"message": message, "detail": message})
-        ),
+        # A path of several protocols: each reads its own fields.
+        "/rerank": (status, usual | {"message": message, "detail": message}),
     }
     assert response.headers["x-error-code"] == code
     answer = response.status_code, json.loads(response.body)

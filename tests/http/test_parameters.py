@@ -19,6 +19,12 @@ Schema = Mapping[str, Any]
 NAMES = {"model": "cloze-bert.embed", "version": "1"}
 
 
+def filled(path: str) -> str:
+    """Return a path with the name of a served model; that of Open Inference names a task too."""
+    names = {"model": "cloze-bert"} if path.endswith(":predict") else NAMES
+    return path.format(**names)
+
+
 class Document:
     """The OpenAPI document of a server."""
 
@@ -37,6 +43,9 @@ class Document:
                 content = request["content"]["application/json"]
                 for example in content["examples"].values():
                     yield path, self.resolved(content["schema"]), example["value"]
+
+    def has_422(self, path: str) -> bool:
+        return "422" in self._document["paths"][path]["post"]["responses"]
 
     def wrong(self, schema: Schema) -> Iterator[tuple[Any, set[str]]]:
         """Yield values that do not fit a schema, and the codes that they may have."""
@@ -68,7 +77,8 @@ class Document:
             yield f"{place}no_such_field", value | {"no_such_field": 1}, {"invalid_body"}
         for name, part in schema.get("properties", {}).items():
             for wrong, codes in self.wrong(part):
-                yield f"{place}{name}", value | {name: wrong}, codes
+                if wrong != "" or name in value:  # else it is one of several fields for texts
+                    yield f"{place}{name}", value | {name: wrong}, codes
             inner, held = self.resolved(part), value.get(name, {})
             if inner.get("type") == "object" and isinstance(held, dict):
                 for where, changed, codes in self.changed(inner, held, f"{place}{name}."):
@@ -79,9 +89,11 @@ def test_every_wrong_field_is_named(every_task: Server) -> None:
     document, problems, asked = Document(every_task), [], 0
     with httpx.Client(base_url=every_task.url, timeout=30) as client:
         for path, schema, example in document.bodies():
-            usual = 400 if path.startswith(("/v1", "/v2", "/embeddings", "/api")) else 422
+            if path == "/invocations" and "inputs" not in example:
+                continue  # its schema is that of a body with `inputs`
+            usual = 422 if document.has_422(path) else 400
             for place, body, codes in document.changed(schema, example):
-                answer, asked = client.post(path.format(**NAMES), json=body), asked + 1
+                answer, asked = client.post(filled(path), json=body), asked + 1
                 code = answer.headers.get("x-error-code")
                 status = 400 if code == "empty_input" else usual
                 is_named = place.rpartition(".")[2] in answer.text
@@ -110,6 +122,6 @@ def test_a_drain_refuses_every_route(every_task: Server, every_task_store: Path)
     with TestClient(service, base_url="http://localhost") as client:
         service.drain()
         for path, _, example in Document(every_task).bodies():
-            answer = client.post(path.format(**NAMES), json=example)
+            answer = client.post(filled(path), json=example)
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "1"), path
             check_shape(path, answer.json())

@@ -189,6 +189,8 @@ def _shortened(
     texts: list[Input[str]], most: int | None, context: TaskContext
 ) -> tuple[list[Input[str]], int]:
     """Return texts of at most so many tokens, and how many of the texts were longer."""
+    if most is not None and most < 0:
+        raise InvalidRequest(f"must be at least 0, got {most}", Location(("max_tokens_per_doc",)))
     if not most or most >= context.limits.max_tokens:
         return texts, 0
     kept = []

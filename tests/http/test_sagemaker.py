@@ -31,6 +31,8 @@ def test_invocations_are_requests_of_other_routes(service: Service) -> None:
         if isinstance(found, dict) and "data" in found:  # an id and a time differ
             found, expected = found["data"], expected["data"]
         assert found == expected, path
+    ranked = service.post("/invocations", {"query": "the", "documents": ["of"]}).json()
+    assert ranked["results"][0]["document"] == {"text": "of"}
     vectors = service.post("/invocations", {"inputs": "the"}, accept="application/octet-stream")
     assert vectors.headers["x-shape"] == "1,4"
 

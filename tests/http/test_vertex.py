@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from cloze.service.protocols import vertex
 from tests.support.route_service import MAX_TEXTS, Service
 from tests.unit.service.protocols.test_routes import CLASSIFIER, EMBEDDER
 
@@ -79,6 +80,7 @@ def test_a_model_that_only_classifies_classifies(tmp_path: Path) -> None:
         (["the", {"inputs": "of", "normalize": False}], "instances[1] has other fields"),
         ([{"inputs": SENTENCES}] * 2, "instances has 2 instances; similarity takes one"),
         ([{"inputs": "the", "type": "fly"}], "instances[0].type is none of the types fill-mask"),
+        (["the"] * 3 + [[1.5]], "instances has 4 texts; the limit is 3"),
         (["the"] * 301, "instances has 301 texts; the limit is 300"),
         ([{"inputs": "the", "model": "small"}], "instances[0].model is another model"),
     ],
@@ -98,11 +100,31 @@ def test_nested_values_are_refused_and_not_compared_without_end(service: Service
         assert service.post("/vertex", body).status_code == 422, field
 
 
+def test_each_instance_does_not_read_all_parameters(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a body of 60 KB needs the event loop for 0.4 s: instances times parameters."""
+    sizes, check = list[int](), vertex.validate
+
+    def measured(model: Any, value: Any, *at: Any) -> Any:
+        sizes.append(len(value) + len(value.get("parameters") or ()))
+        return check(model, value, *at)
+
+    monkeypatch.setattr(vertex, "validate", measured)
+    body = {"instances": ["the", 1.5], "parameters": {"normalize": True}}
+    body["parameters"] |= dict.fromkeys(map(str, range(100)))
+    response = service.post("/vertex", body)
+    assert response.json()["error"].startswith("instances.1.inputs: ")
+    assert sizes[0] > 100
+    assert sizes[-1] < 9
+
+
 def test_errors_of_a_model_are_those_of_kserve(service: Service) -> None:
     unknown = service.post("/v1/models/nobody:predict", {"instances": ["the"]})
     assert unknown.status_code == 404
     assert unknown.json()["error"].startswith("no model 'nobody' is served")
     assert "message" in service.get("/v1/models/nobody").json()["error"], "OpenAI's shape"
+    assert len(service.post(f"/v1/models/{'a' * 3000}", {}).content) < 500
     model = service.get("/v1/models/tiny").json()
     assert model.items() >= {"name": "tiny", "ready": True, "object": "model"}.items()
     service.state.draining = True

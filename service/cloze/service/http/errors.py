@@ -82,7 +82,7 @@ def describe_error(request: Request, error: Exception) -> ErrorInfo:
     if isinstance(error, HTTPException):
         messages = {
             404: f"there is no route {ascii(request.url.path)[:120]}; see /docs",
-            405: f"{request.url.path} does not answer {request.method}",
+            405: f"{request.url.path[:120]} does not answer {request.method}",
         }
         message = messages.get(error.status_code, str(error.detail))
         code = errors.CODES_OF_STATUSES.get(error.status_code, "route_not_found")

@@ -80,7 +80,8 @@ def _router(routes: Sequence[Route], respond: Respond) -> FastAPI:
         by_path.setdefault(route.path, {})[route.method] = route.handler
     for path, handler in {**PARTS, "/openapi.json": _openapi_handler(routes)}.items():
         by_path[path] = {"GET": handler}
-    for path, handlers in by_path.items():
+    # A route of the settings may be ``/v1/models/own``, which is of ``/v1/models/{model}`` too.
+    for path, handlers in sorted(by_path.items(), key=lambda row: "{" in row[0]):
         functions = {method.lower(): staticmethod(handler) for method, handler in handlers.items()}
         # One route per path, so that ``Allow`` names every method.
         app.add_route(path, type("_Path", (HTTPEndpoint,), functions), methods=list(handlers))

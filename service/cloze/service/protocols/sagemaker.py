@@ -14,7 +14,7 @@ from typing import Any, Final
 from cloze.service.core import ServedRequest
 from cloze.service.http.body import load, validate
 from cloze.service.http.routes import Route
-from cloze.service.protocols import openai, tei
+from cloze.service.protocols import openai, reranking, tei
 from cloze.service.protocols.native import Dispatcher
 from cloze.service.protocols.protocol import (
     ErrorBody,
@@ -25,6 +25,7 @@ from cloze.service.protocols.protocol import (
     error_body,
     get_route,
 )
+from cloze.service.protocols.rank_routes import RANKED_BY
 from cloze.service.tasks import rerank
 
 
@@ -35,6 +36,7 @@ class _Invocations(Dispatcher):
         super().__init__(context)
         self._by_field: dict[str, TaskRoute] = {
             "input": openai.embeddings_route(context),
+            **reranking.other_routes(context),
             "query": tei.rerank_route(context),
         }
         examples = {
@@ -43,7 +45,8 @@ class _Invocations(Dispatcher):
             rerank.TASK.name: {"query": "Who died?", "texts": ["A ship left."]},
         }
         summary = "The task that fits the body, for SageMaker"
-        self.doc = replace(self.doc, summary=summary, tag="SageMaker", examples=examples)
+        shown = {"headers": {**self.doc.headers, **RANKED_BY}, "examples": examples}
+        self.doc = replace(self.doc, summary=summary, tag="SageMaker", **shown)
 
     def parse(self, request: ServedRequest, data: bytes) -> tuple[TaskRoute, Any]:
         """Return the route that a body is for, and the body."""

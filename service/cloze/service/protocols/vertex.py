@@ -86,7 +86,8 @@ class _Predict(TaskRoute):
     )
 
     def __init__(self, context: ProtocolContext) -> None:
-        self._dispatcher = Dispatcher(context)
+        self._dispatcher, tasks = Dispatcher(context), context.tasks.values()
+        self._known = {name for task in tasks for name in task.parameters.model_fields}
         super().__init__(context)
 
     def _serving(self, models: Models) -> Sequence[Pipeline]:
@@ -115,10 +116,13 @@ class _Predict(TaskRoute):
         try:
             parsed = validate(native.body, fields | {"inputs": joined})
         except errors.InvalidBody:
+            if (count := len(inputs)) > (most := self.context.max_request_texts):
+                raise errors.TooMany(f"has {count} texts; the limit is {most}", INSTANCES) from None
             for index, one in enumerate(inputs):
                 at = INSTANCES.below(index)
                 self._check_task(native.task, at, others, one, body.parameters, models)
                 validate(native.body, fields | {"inputs": one}, at)
+                fields = native_fields(native.task, others, None)  # the shared ones are valid
             problem = f"has {len(inputs)} instances; {native.task.name} takes one per request"
             raise errors.InvalidRequest(problem, INSTANCES) from None
         return Joined(native, inputs, body), parsed
@@ -138,6 +142,8 @@ class _Predict(TaskRoute):
                 raise errors.InvalidRequest(problem, INSTANCES.below(0, "type"))
             return route
         parameters = others.get("parameters") or parameters or None
+        if parameters:  # a body may have thousands of unknown ones, for each of its instances
+            parameters = {name: parameters[name] for name in self._known if name in parameters}
         embeds = bool(models.serving(embed.TASK))
         if embeds and _OF_VECTORS.intersection(parameters or ()):
             parameters = None

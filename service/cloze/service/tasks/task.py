@@ -83,8 +83,9 @@ class TaskLimits:
         else:
             if not values:
                 raise EmptyRequest(f"is an empty list; it needs at least 1 {kind}", at)
-            if (count := len(values)) > (most := self.max_request_texts - others):
-                raise TooMany(f"has {count} {kind}s; the limit is {most}", at)
+            if (count := len(values)) + others > (most := self.max_request_texts):
+                more = f", and the request {others} more" if others else ""
+                raise TooMany(f"has {count} {kind}s{more}; the limit is {most}", at)
             located = [(at.below(index), value) for index, value in enumerate(values)]
         for place, text in located:
             if not isinstance(text, str):

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Final
 
 from cloze.service.core import ServedRequest
-from cloze.service.http.body import load, validate
+from cloze.service.http.body import load
 from cloze.service.http.routes import Route
 from cloze.service.protocols import openai, tei
 from cloze.service.protocols.native import Dispatcher
@@ -40,10 +40,13 @@ class _Invocations(Dispatcher):
         examples = {
             **self.doc.examples,
             "OpenAI's embeddings": {"input": "A cat sat.", "model": "cloze-bert"},
-            rerank.TASK.name: {"query": "Who died?", "texts": ["A ship left."]},
+            rerank.TASK.name: {"query": "Who died?", "documents": ["A ship left."]},
         }
         summary = "The task that fits the body, for SageMaker"
-        self.doc = replace(self.doc, summary=summary, tag="SageMaker", examples=examples)
+        headers = {**self.doc.headers, **self._by_field["query"].doc.headers}
+        self.doc = replace(
+            self.doc, summary=summary, tag="SageMaker", examples=examples, headers=headers
+        )
 
     def parse(self, request: ServedRequest, data: bytes) -> tuple[TaskRoute, Any]:
         """Return the route that a body is for, and the body."""
@@ -51,7 +54,7 @@ class _Invocations(Dispatcher):
         if isinstance(value, dict) and "inputs" not in value:
             for field, route in self._by_field.items():
                 if field in value:
-                    return route, validate(route.body, value)
+                    return route.parse(request, data)
         return self.read(request, value)
 
 

@@ -56,7 +56,7 @@ def test_only_the_weights_of_the_graph_that_runs_count(
     assert unsupported == 0, "the engine refuses the precision, and says why"
 
 
-@pytest.mark.parametrize("kilobytes", [450_000, 800_000])
+@pytest.mark.parametrize("kilobytes", [500_000, 800_000])
 def test_a_limit_of_the_address_space_ends_with_a_line(tiny_store: Path, kilobytes: int) -> None:
     """Whatever fails first: an allocation of Python's, one of onnxruntime's, or a thread."""
     serve = f"{sys.executable} -m cloze serve --port 0 --workers 8 --model-store {tiny_store}"

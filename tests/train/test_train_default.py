@@ -1,10 +1,11 @@
 """`scripts/train-default` makes the default models from a checkpoint and text, here in two steps
-per run and from a fraction of the text.
+per run, with vectors of 96 numbers, and from a fraction of the text.
 """
 
 import json
 import lzma
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import BertConfig, BertModel
 
 from cloze.model_store import Store
 from tests.conftest import minilm_checkpoint
@@ -65,6 +67,14 @@ def make_small(data: Path, small: Path) -> None:
         copy_some(data / name, small / name, change)
 
 
+def narrow_checkpoint(folder: Path) -> Path:
+    """Write a checkpoint like all-MiniLM-L6-v2 with random weights and a quarter of the width."""
+    shutil.copytree(minilm_checkpoint(), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = BertConfig.from_pretrained(folder, hidden_size=96, intermediate_size=192)
+    BertModel(config).save_pretrained(folder)
+    return folder
+
+
 def test_the_script_makes_every_default_model_and_repeats_no_finished_run(
     external_data: Path, tmp_path: Path
 ) -> None:
@@ -74,7 +84,8 @@ def test_the_script_makes_every_default_model_and_repeats_no_finished_run(
     for name, arguments in (("cloze", f"-m tests.support.short_cloze {log}"), ("python", "")):
         (binaries / name).write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n')
         (binaries / name).chmod(0o755)
-    folders = [tmp_path / "data", minilm_checkpoint(), tmp_path / "runs", tmp_path / "store"]
+    minilm = narrow_checkpoint(tmp_path / "minilm")
+    folders = [tmp_path / "data", minilm, tmp_path / "runs", tmp_path / "store"]
 
     def run() -> list[str]:
         """Run the script, and return the commands of ``cloze train`` that it called."""

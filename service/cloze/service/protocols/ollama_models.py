@@ -20,9 +20,11 @@ from cloze.service.http.routes import RECORD, Route, RouteDoc
 from cloze.service.models.pipeline import Pipeline
 from cloze.service.protocols.ollama import MODEL, OllamaErrorBody, error_body
 from cloze.service.protocols.protocol import (
+    STATUSES_WITHOUT_422,
     LenientModel,
     ProtocolContext,
     WireProtocol,
+    gate_models,
     get_route,
     json_response,
 )
@@ -95,12 +97,13 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
         OllamaErrorBody,
         body=OllamaShowBody,
         examples={"A model": {"model": "cloze-bert"}},
-        errors=(400, 404, 408, 413, 415),
+        errors=STATUSES_WITHOUT_422,
     )
     tags = partial(_tags, context)
+    every_model = gate_models(context.models.pipelines)
     return [
         get("/api/tags", tags, "The names of served models, in Ollama's shape", OllamaModelList),
-        Route("POST", "/api/show", partial(_show, context), show_doc),
+        Route("POST", "/api/show", partial(_show, context), show_doc, every_model),
         get("/api/version", answer_version, "The version of the server", dict[str, str]),
     ]
 

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any, Final
 
 from cloze.service.core import ServedRequest
-from cloze.service.http.body import load, validate
+from cloze.service.http.body import load
 from cloze.service.http.routes import Route
-from cloze.service.protocols import openai, reranking, tei
+from cloze.service.protocols import openai, tei
 from cloze.service.protocols.native import Dispatcher
 from cloze.service.protocols.protocol import (
     ErrorBody,
@@ -25,7 +25,6 @@ from cloze.service.protocols.protocol import (
     error_body,
     get_route,
 )
-from cloze.service.protocols.rank_routes import RANKED_BY
 from cloze.service.tasks import rerank
 
 
@@ -36,17 +35,18 @@ class _Invocations(Dispatcher):
         super().__init__(context)
         self._by_field: dict[str, TaskRoute] = {
             "input": openai.embeddings_route(context),
-            **reranking.other_routes(context),
             "query": tei.rerank_route(context),
         }
         examples = {
             **self.doc.examples,
             "OpenAI's embeddings": {"input": "A cat sat.", "model": "cloze-bert"},
-            rerank.TASK.name: {"query": "Who died?", "texts": ["A ship left."]},
+            rerank.TASK.name: {"query": "Who died?", "documents": ["A ship left."]},
         }
         summary = "The task that fits the body, for SageMaker"
-        shown = {"headers": {**self.doc.headers, **RANKED_BY}, "examples": examples}
-        self.doc = replace(self.doc, summary=summary, tag="SageMaker", **shown)
+        headers = {**self.doc.headers, **self._by_field["query"].doc.headers}
+        self.doc = replace(
+            self.doc, summary=summary, tag="SageMaker", examples=examples, headers=headers
+        )
 
     def parse(self, request: ServedRequest, data: bytes) -> tuple[TaskRoute, Any]:
         """Return the route that a body is for, and the body."""
@@ -54,7 +54,7 @@ class _Invocations(Dispatcher):
         if isinstance(value, dict) and "inputs" not in value:
             for field, route in self._by_field.items():
                 if field in value:
-                    return route, validate(route.body, value)
+                    return route.parse(request, data)
         return self.read(request, value)
 
 

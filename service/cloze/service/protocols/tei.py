@@ -80,15 +80,13 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
     if text_classification.TASK.name in context.tasks:
         bound.append(_Predict(context).bind("/predict"))
     if can_rank(context):
-        others = reranking.other_routes(context)
-        shared = SharedRoute(context, _Rerank(context), "texts", others)
-        bound.append(shared.bind(reranking.PATH))
+        bound.append(rerank_route(context).bind(reranking.PATH))
     return bound
 
 
 def rerank_route(context: ProtocolContext) -> TaskRoute:
-    """Return the route of ranks, for a path of another protocol."""
-    return _Rerank(context)
+    """Return the route of ranks, of texts or of documents."""
+    return SharedRoute(context, _Rerank(context), "texts", reranking.other_routes(context))
 
 
 _Labels = list[text_classification.LabelScore]

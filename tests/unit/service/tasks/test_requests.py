@@ -77,7 +77,7 @@ def test_texts_that_are_compared_are_limited() -> None:
     with refused("limit_exceeded", 5, 4, at="inputs.candidates"):
         prepared("nsp", Candidates(text="a", candidates=["b"] * 5))
     prepared("similarity", compared("a", "b", "c", "d"))
-    with refused("limit_exceeded", 4, 3, at="inputs.sentences"):
+    with refused("limit_exceeded", 4, 1, 4, at="inputs.sentences"):
         prepared("similarity", compared("a", "b", "c", "d", "e"))
 
 

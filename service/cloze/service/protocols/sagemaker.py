@@ -1,7 +1,7 @@
 """SageMaker's protocol: ``GET /ping`` and ``POST /invocations``.
 
-A body is that of any task's native route, of OpenAI's embeddings, of `/rerank` or of `/v1/score`. An
-answer is the one of that route. Errors are the native ones: SageMaker passes both on to its client.
+A body is that of any task's native route, of OpenAI's embeddings, of `/rerank` or of `/v1/score`.
+An answer is that of the route. Errors are native ones: SageMaker passes both on to its client.
 
 Source: "Use your own inference code with hosting services", Amazon SageMaker's developer guide.
 """

@@ -109,6 +109,26 @@ def test_documents_are_cut_to_their_first_tokens(service: Service) -> None:
     assert response.headers["x-truncated"] == "1"
 
 
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v1/score", "/v1/classify", "/v1/embeddings"])
+def test_a_request_limits_the_tokens_of_its_texts(service: Service, path: str) -> None:
+    """As vLLM's tests ask for: with the special tokens, and at most what the model reads."""
+    text = "a " * 99
+    pair = {"query": "king", "queries": "king", "documents": [text]}
+    fields = {"/v1/rerank": ("query", "documents"), "/v1/score": ("queries", "documents")}
+    one = {"input": text, "model": "tiny"}
+    body = {name: pair[name] for name in fields[path]} if path in fields else one
+    full = ok(service.post(path, body))["usage"]["prompt_tokens"]
+    for most, used in ((8, 8), (-1, full), (None, full), (full, full)):
+        response = service.post(path, body | {"truncate_prompt_tokens": most})
+        assert ok(response)["usage"]["prompt_tokens"] == used
+        assert (response.headers["x-truncated"], "x-warning" in response.headers) == ("1", False)
+    for most in (0, -2, 4, full + 1):
+        refused = service.post(path, body | {"truncate_prompt_tokens": most})
+        assert refused.status_code == 400
+        message = f"truncate_prompt_tokens must be -1 or 5 to {full}, which is what the model reads"
+        assert refused.json()["error"]["message"] == f"{message}, got {most}"
+
+
 def test_the_fields_decide_between_protocols_of_one_path(service: Service) -> None:
     own = ok(service.post("/rerank", {"query": "king", "texts": TEXTS, "return_text": True}))
     assert own[0] == {"index": 2, "score": pytest.approx(SCORES[0]), "text": TEXTS[2]}

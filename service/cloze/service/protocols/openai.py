@@ -25,7 +25,14 @@ from cloze.service.protocols.protocol import (
 )
 from cloze.service.tasks import embed
 from cloze.service.tasks.task import INPUTS
-from cloze.service.tasks.texts import INPUT_TYPES, TRUNCATIONS, TextsOrIds, Truncate
+from cloze.service.tasks.texts import (
+    INPUT_TYPES,
+    TRUNCATIONS,
+    PromptTokens,
+    TextsOrIds,
+    TokenLimit,
+    Truncate,
+)
 from cloze.service.tasks.wire import Count, NotEmpty, Text, WireModel
 
 _PATH: Final = "/v1/embeddings"
@@ -93,10 +100,16 @@ class OpenAiEmbeddingsBody(LenientModel):
     )
     normalized: bool | None = Field(
         None,
+        validation_alias=AliasChoices("normalized", "normalize"),
         description="Jina's field: whether to scale vectors to length 1; the default is the "
-        "model's recipe",
+        "model's recipe; vLLM's name is normalize",
     )
+    truncate_prompt_tokens: TokenLimit = None
     user: str | None = Field(None, description="accepted and ignored")
+
+
+class _EmbedParameters(PromptTokens, embed.EmbedParameters):
+    """The parameters of the task, and vLLM's limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +200,8 @@ class _Embeddings(TaskRoute):
             given = [part.text for part in given]
         if body.late_chunking:
             given, spans = _joined(given)
-        parameters = embed.EmbedParameters(
+        parameters = _EmbedParameters(
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
             dimensions=body.dimensions,
             input_type=body.input_type,
             normalize=body.normalized,

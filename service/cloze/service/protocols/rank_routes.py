@@ -3,10 +3,18 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from pydantic import Field
+
 from cloze.service.core import ServedRequest
 from cloze.service.http.body import BytesResponse
 from cloze.service.models.pipeline import Models, Pipeline
-from cloze.service.protocols.protocol import ProtocolContext, TaskRoute, json_response
+from cloze.service.protocols.protocol import (
+    LenientModel,
+    ProtocolContext,
+    TaskRoute,
+    json_response,
+)
+from cloze.service.protocols.shared_paths import ServedName
 from cloze.service.tasks import (
     embed_all,
     late_interaction,
@@ -14,6 +22,7 @@ from cloze.service.tasks import (
     similarity,
     text_classification,
 )
+from cloze.service.tasks.texts import PromptTokens, TokenLimit
 
 RANKED_BY: Final[Mapping[str, tuple[str, str]]] = {
     "x-ranked-by": (
@@ -21,6 +30,23 @@ RANKED_BY: Final[Mapping[str, tuple[str, str]]] = {
         "classifier; late-interaction where no reranker is served, else similarity (of embeddings)",
     )
 }
+
+
+class ScoredBody(LenientModel):
+    """What bodies with texts to score have in common, in vLLM's and Infinity's protocols."""
+
+    model: ServedName = None
+    raw_scores: bool | None = Field(
+        None, description="Infinity's field: whether the scores are the model's logits"
+    )
+    use_activation: bool | None = Field(
+        None, description="vLLM's field: false is the same as raw_scores true"
+    )
+    truncate_prompt_tokens: TokenLimit = None
+
+
+class RankParameters(PromptTokens, rerank.RerankParameters):
+    """The parameters of the task, and vLLM's limit."""
 
 
 class RankRoute(TaskRoute):
@@ -50,9 +76,8 @@ def can_rank(context: ProtocolContext) -> bool:
     return {similarity.TASK.name, text_classification.TASK.name} <= context.tasks.keys()
 
 
-def raw_scores(body: Any) -> bool | None:
+def raw_scores(body: ScoredBody) -> bool | None:
     """Return what Infinity's ``raw_scores`` or vLLM's ``use_activation`` says; None: neither."""
     if body.raw_scores is None and body.use_activation is not None:
         return not body.use_activation
-    said: bool | None = body.raw_scores
-    return said
+    return body.raw_scores

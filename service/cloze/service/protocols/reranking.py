@@ -35,8 +35,15 @@ from cloze.service.protocols.protocol import (
     TaskRoute,
     WireProtocol,
 )
-from cloze.service.protocols.rank_routes import RANKED_BY, RankRoute, can_rank, raw_scores
-from cloze.service.protocols.shared_paths import Flag, ServedName
+from cloze.service.protocols.rank_routes import (
+    RANKED_BY,
+    RankParameters,
+    RankRoute,
+    ScoredBody,
+    can_rank,
+    raw_scores,
+)
+from cloze.service.protocols.shared_paths import Flag
 from cloze.service.tasks import rerank
 from cloze.service.tasks.wire import CountOrZero, NotEmpty, Text
 
@@ -51,14 +58,13 @@ class Document(LenientModel):
     text: Text
 
 
-class DocumentsBody(LenientModel):
+class DocumentsBody(ScoredBody):
     """The body of ``POST /v1/rerank``, ``/v2/rerank`` and ``/rerank``."""
 
     query: Text = Field(description="what the documents are compared with")
     documents: Annotated[list[Text | Document], NotEmpty] = Field(
         description="the documents, as texts or as objects with a text"
     )
-    model: ServedName = None
     top_n: CountOrZero | None = Field(
         None, description="number of results to return; 0 or null returns all"
     )
@@ -71,12 +77,6 @@ class DocumentsBody(LenientModel):
     )
     truncation: bool | None = Field(
         None, description="Voyage's field: false refuses a long document; the default is true"
-    )
-    raw_scores: bool | None = Field(
-        None, description="Infinity's field: whether a reranker's scores are its logits"
-    )
-    use_activation: bool | None = Field(
-        None, description="vLLM's field: false is the same as raw_scores true"
     )
 
 
@@ -147,10 +147,11 @@ class _Documents(RankRoute):
         for name, most in (("top_n", body.top_n), ("top_k", body.top_k)):
             if (most or 0) < 0:
                 raise InvalidRequest(f"must be at least 0, got {most}", Location((name,)))
-        parameters = rerank.RerankParameters(
+        parameters = RankParameters(
             truncate=body.truncation,
             raw_scores=raw_scores(body),
             max_tokens_per_doc=body.max_tokens_per_doc,
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
         )
         return rerank.RerankInputs.model_construct(query=body.query, texts=_texts(body)), parameters
 

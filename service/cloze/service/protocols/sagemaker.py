@@ -1,7 +1,7 @@
 """SageMaker's protocol: ``GET /ping`` and ``POST /invocations``.
 
-A body is that of any task's native route, of OpenAI's embeddings or of `/rerank`. An answer is the
-one of that route, errors included: SageMaker passes both on to its client.
+A body is that of any task's native route, of OpenAI's embeddings, of `/rerank` or of `/v1/score`.
+An answer is that of the route. Errors are native ones: SageMaker passes both on to its client.
 
 Source: "Use your own inference code with hosting services", Amazon SageMaker's developer guide.
 """
@@ -14,7 +14,7 @@ from typing import Any, Final
 from cloze.service.core import ServedRequest
 from cloze.service.http.body import load
 from cloze.service.http.routes import Route
-from cloze.service.protocols import openai, tei
+from cloze.service.protocols import openai, tei, vllm
 from cloze.service.protocols.native import Dispatcher
 from cloze.service.protocols.protocol import (
     ErrorBody,
@@ -25,6 +25,7 @@ from cloze.service.protocols.protocol import (
     error_body,
     get_route,
 )
+from cloze.service.protocols.rank_routes import RANKED_BY
 from cloze.service.tasks import rerank
 
 
@@ -35,6 +36,7 @@ class _Invocations(Dispatcher):
         super().__init__(context)
         self._by_field: dict[str, TaskRoute] = {
             "input": openai.embeddings_route(context),
+            **vllm.other_routes(context)["/score"],
             "query": tei.rerank_route(context),
         }
         examples = {
@@ -43,9 +45,12 @@ class _Invocations(Dispatcher):
             rerank.TASK.name: {"query": "Who died?", "documents": ["A ship left."]},
         }
         summary = "The task that fits the body, for SageMaker"
-        headers = {**self.doc.headers, **self._by_field["query"].doc.headers}
         self.doc = replace(
-            self.doc, summary=summary, tag="SageMaker", examples=examples, headers=headers
+            self.doc,
+            summary=summary,
+            tag="SageMaker",
+            examples=examples,
+            headers={**self.doc.headers, **RANKED_BY},
         )
 
     def parse(self, request: ServedRequest, data: bytes) -> tuple[TaskRoute, Any]:

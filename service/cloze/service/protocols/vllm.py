@@ -1,7 +1,7 @@
 """vLLM's scores and labels: ``/v1/score`` and ``/v1/classify``, and the same on native paths.
 
-`/score` and `/classify` are native routes too; see `shared_paths`. Infinity has `/classify` with
-the same body, but other rows: its client always sends ``raw_scores``, which vLLM does not have.
+`/score` and `/classify` are native routes too; see `shared_paths`. Infinity's `/classify` has other
+rows for the same body. Its client always sends ``raw_scores``, which vLLM does not have.
 
 Sources: vLLM's OpenAPI document, and the released client infinity-client 0.0.78.
 """
@@ -19,15 +19,21 @@ from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.protocols import openai
 from cloze.service.protocols.protocol import (
     STATUSES_WITHOUT_422,
-    LenientModel,
     ProtocolContext,
     TaskRoute,
     WireProtocol,
 )
-from cloze.service.protocols.rank_routes import RANKED_BY, RankRoute, can_rank, raw_scores
-from cloze.service.protocols.shared_paths import ServedName
+from cloze.service.protocols.rank_routes import (
+    RANKED_BY,
+    RankParameters,
+    RankRoute,
+    ScoredBody,
+    can_rank,
+    raw_scores,
+)
 from cloze.service.tasks import rerank, text_classification
 from cloze.service.tasks.task import INPUTS
+from cloze.service.tasks.texts import PromptTokens
 from cloze.service.tasks.wire import Text, Texts
 
 _PAIRS: Final = (
@@ -36,17 +42,7 @@ _PAIRS: Final = (
 _TextOrTexts = Text | Texts | None
 
 
-class _ScoredBody(LenientModel):
-    model: ServedName = None
-    raw_scores: bool | None = Field(
-        None, description="Infinity's field: whether the scores are the model's logits"
-    )
-    use_activation: bool | None = Field(
-        None, description="vLLM's field: false is the same as raw_scores true"
-    )
-
-
-class PairsBody(_ScoredBody):
+class PairsBody(ScoredBody):
     """The body of ``POST /v1/score``: two fields with one text and some, or with equally many."""
 
     queries: _TextOrTexts = Field(None, description="queries, with documents or items")
@@ -58,10 +54,14 @@ class PairsBody(_ScoredBody):
     data_2: _TextOrTexts = None
 
 
-class ClassifyBody(_ScoredBody):
+class ClassifyBody(ScoredBody):
     """The body of ``POST /v1/classify``."""
 
     input: Text | Texts = Field(description="a text, or a list of texts")
+
+
+class _LabelParameters(PromptTokens, text_classification.TextClassificationParameters):
+    """The parameters of the task, and vLLM's limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,7 @@ class TextLabel:
 class ScoredTexts:
     """A response; ``created`` is in seconds since 1970.
 
-    A row has the score of a pair, or the label of a text. Infinity's rows have all labels of a
-    text, best first.
+    A row has the score of a pair, or the label of a text; Infinity's rows are lists of labels.
     """
 
     id: str
@@ -100,7 +99,7 @@ class ScoredTexts:
 
 
 def _answer(
-    request: ServedRequest, body: _ScoredBody, data: Any, kind: Literal["list", "classify"] = "list"
+    request: ServedRequest, body: ScoredBody, data: Any, kind: Literal["list", "classify"] = "list"
 ) -> ScoredTexts:
     model = body.model or request.model or ""
     created, usage = int(CLOCK.wall()), openai.Usage(request.tokens, request.tokens)
@@ -124,7 +123,8 @@ class _Score(RankRoute):
     def to_call(self, _: ServedRequest, body: PairsBody) -> tuple[Any, Any]:
         first, second = _names(body)
         queries, texts = _list(getattr(body, first)), _list(getattr(body, second))
-        parameters = rerank.RerankParameters(raw_scores=raw_scores(body))
+        most = body.truncate_prompt_tokens
+        parameters = RankParameters(raw_scores=raw_scores(body), truncate_prompt_tokens=most)
         if len(queries) == 1:
             inputs = rerank.RerankInputs.model_construct(query=queries[0], texts=texts)
             return inputs, parameters
@@ -185,9 +185,9 @@ class _Classify(TaskRoute):
 
     def to_call(self, _: ServedRequest, body: ClassifyBody) -> tuple[Any, Any]:
         function: text_classification.Function | None = "none" if raw_scores(body) else None
-        return body.input, text_classification.TextClassificationParameters(
-            function_to_apply=function
-        )
+        most = body.truncate_prompt_tokens
+        parameters = _LabelParameters(function_to_apply=function, truncate_prompt_tokens=most)
+        return body.input, parameters
 
     def respond(self, request: ServedRequest, body: ClassifyBody, value: Any) -> Any:
         best = [sorted(row, key=lambda label: label.score, reverse=True) for row in value]

@@ -69,7 +69,18 @@ Bounds = tuple[int, int]
 Offsets = list[tuple[int, int] | None]
 """(start, end) of each token in characters of its text; None for special tokens and a prompt's."""
 
+TokenLimit = Annotated[
+    int | None,
+    Field(
+        description="vLLM's field: tokens to keep of each text or pair, with the special tokens; "
+        "-1 or null keeps as many as the model reads"
+    ),
+]
+
 S = TypeVar("S")
+
+_LEAST_TOKENS: Final = 5
+"""Fewest tokens that a request may limit a sequence to; a pair has up to 4 special tokens."""
 
 _LOWER_CASE: Final = BeforeValidator(lambda v: v.lower() if isinstance(v, str) else v)
 
@@ -86,6 +97,8 @@ class LongTextRule(NamedTuple):
         stride: tokens that neighbouring windows share; None: a quarter of a window.
         divides_pairs: whether windows divide the second text of a pair, which is refused otherwise.
         report: whether to report how much of each text was used.
+        most_tokens: most tokens of a sequence, with its special tokens; None: as many as the model
+            reads.
     """
 
     choice: LongText
@@ -94,6 +107,7 @@ class LongTextRule(NamedTuple):
     stride: int | None = None
     report: bool | None = False
     divides_pairs: bool = False
+    most_tokens: int | None = None
 
     def check(self, at: Location, tokens: int, most: int, limit: str = "the model reads") -> None:
         """Raise `InvalidRequest` for more tokens than the limit if the rule refuses long texts."""
@@ -132,6 +146,17 @@ class TruncationParameters(WireModel):
                 f"truncate {given} contradicts long_text {choice}; leave out one of them"
             )
         return LongTextRule(choice, side=side, report=report)
+
+
+class PromptTokens(TruncationParameters):
+    """vLLM's limit of the tokens of each text or pair, with the special tokens."""
+
+    truncate_prompt_tokens: TokenLimit = None
+
+    def rule(self, *, report: bool | None = False) -> LongTextRule:
+        """Return what to do with long texts, which is also what to do beyond the limit."""
+        most = self.truncate_prompt_tokens
+        return super().rule(report=report)._replace(most_tokens=None if most == -1 else most)
 
 
 class TextParameters(TruncationParameters, UsageParameters):
@@ -359,6 +384,15 @@ class TextEncoder:
         )
 
 
+def limited(most: int, max_tokens: int) -> int:
+    """Return the most tokens of a sequence of a request that limits them, for a model's limit."""
+    if not _LEAST_TOKENS <= most <= max_tokens:
+        known = f"-1 or {_LEAST_TOKENS} to {max_tokens}, which is what the model reads"
+        at = Location(("truncate_prompt_tokens",))
+        raise InvalidRequest(f"must be {known}, got {most}", at)
+    return most
+
+
 def encode_pairs(
     pairs: Sequence[tuple[Location, str, str | None]],
     rule: LongTextRule,
@@ -368,7 +402,10 @@ def encode_pairs(
     """Return the encodings of pairs of texts, and of texts whose second text is None."""
     texts = list(dict.fromkeys(text for _, *pair in pairs for text in pair if text is not None))
     ids = dict(zip(texts, context.tokenizer.ids(texts), strict=True))  # each text once
-    encoder = TextEncoder(rule, context, context.limits.max_tokens, requests)
+    max_tokens = context.limits.max_tokens
+    if rule.most_tokens is not None:
+        max_tokens = limited(rule.most_tokens, max_tokens)
+    encoder = TextEncoder(rule, context, max_tokens, requests)
     for at, first, second in pairs:
         if second is None:
             encoder.add(at, ids[first], first)
@@ -391,6 +428,8 @@ def encode_texts(
     """
     options, tokenizer = context.manifest.embedding, context.tokenizer
     max_tokens = options.max_tokens if options else context.limits.max_tokens
+    if rule.most_tokens is not None:
+        max_tokens = limited(rule.most_tokens, max_tokens)
     prompts = prompts or [prompt] * len(texts)
     encoder = TextEncoder(rule, context, max_tokens, requests, prompt)
     lengths: dict[str, int] = {}

@@ -14,7 +14,7 @@ from typing import Any, Final
 from cloze.service.core import ServedRequest
 from cloze.service.http.body import load
 from cloze.service.http.routes import Route
-from cloze.service.protocols import openai, tei, vllm
+from cloze.service.protocols import openai, reranking, tei, vllm
 from cloze.service.protocols.native import Dispatcher
 from cloze.service.protocols.protocol import (
     ErrorBody,
@@ -37,6 +37,7 @@ class _Invocations(Dispatcher):
         self._by_field: dict[str, TaskRoute] = {
             "input": openai.embeddings_route(context),
             **vllm.other_routes(context)["/score"],
+            **reranking.other_routes(context),  # documents without queries
             "query": tei.rerank_route(context),
         }
         examples = {

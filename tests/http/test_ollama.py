@@ -51,14 +51,13 @@ def test_what_ollama_s_clients_send_beside_a_text(service: Service) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "expected"),
     [
-        ("/api/embed", {"input": ""}, (400, "empty_input")),
-        ("/api/embed", {"input": []}, (400, "empty_input")),
+        ("/api/embed", {"input": ["a", ""]}, (400, "empty_input")),
+        ("/api/embed", {"input": "", "model": "x"}, (404, "model_not_found")),
         ("/api/embed", {"input": ["a"] * 301}, (400, "limit_exceeded")),
         ("/api/embed", {"input": "a b c d e f g h i j", "truncate": False}, (400, "text_too_long")),
         ("/api/embed", {"input": "a", "dimensions": 9}, (400, "invalid_value")),
         ("/api/embed", {"input": [5, 6]}, (400, "invalid_body")),
         ("/api/embed", {"input": "a", "model": "x"}, (404, "model_not_found")),
-        ("/api/embeddings", {"prompt": ""}, (400, "empty_input")),
         ("/api/embeddings", {}, (400, "invalid_body")),
         ("/api/show", {"model": "x:latest"}, (404, "model_not_found")),
         ("/api/show", {}, (400, "invalid_body")),
@@ -75,6 +74,14 @@ def test_errors_in_ollama_s_shape(
         assert response.json()["error"].startswith("prompt" if "prompt" in body else "input")
 
 
+@pytest.mark.parametrize("empty", ["", []])
+def test_a_request_without_texts_has_no_vectors(service: Service, empty: Any) -> None:
+    answer = service.post("/api/embed", {"model": "small", "input": empty}).json()
+    assert (answer["embeddings"], answer["prompt_eval_count"]) == ([], 0)
+    old = service.post("/api/embeddings", {"model": "small", "prompt": ""})
+    assert old.json() == {"embedding": []}
+
+
 def test_what_ollama_s_clients_are_told_of_models(service: Service) -> None:
     rows = service.get("/api/tags").json()["models"]
     names = ["tiny:latest", "small:latest", "nomic-embed-text:latest", "all-minilm:33m"]
@@ -82,6 +89,9 @@ def test_what_ollama_s_clients_are_told_of_models(service: Service) -> None:
     row = rows[1]
     assert (row["size"], len(row["digest"])) == (3, 64)
     assert row["modified_at"] == "2026-01-01T00:00:00+00:00"
+    running = service.get("/api/ps").json()["models"]
+    assert running[1].items() > row.items()
+    assert [model["context_length"] for model in running] == [12, 12, 12]
     shown = service.post("/api/show", {"model": "nomic-embed-text", "verbose": True}).json()
     assert shown == service.post("/api/show", {"name": "small:latest"}).json()
     assert shown["details"] == row["details"] == {

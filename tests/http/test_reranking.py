@@ -99,6 +99,9 @@ def test_each_client_has_fields_of_its_own(service: Service) -> None:
     assert nvidia["rankings"] == [
         {"index": index, "logit": logit} for index, logit in zip((2, 0, 1), LOGITS, strict=True)
     ]
+    named = ok(service.post("/v1/retrieval/rank/reranking", body | {"top_k": 2}))
+    assert named["rankings"] == nvidia["rankings"][:2]
+    assert service.post("/v1/retrieval/nobody/reranking", body).status_code == 404
 
 
 def test_documents_are_cut_to_their_first_tokens(service: Service) -> None:

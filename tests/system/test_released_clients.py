@@ -198,3 +198,33 @@ def test_rerankers(tmp_path: Path) -> None:
         assert isinstance(rows, list), (name, rows)
         assert [index for index, _ in rows] == [*expected], name
         assert dict(rows) == pytest.approx(by_index, abs=1e-5), name
+
+
+def test_clients_for_node(server: Server, vectors: np.ndarray, tmp_path: Path) -> None:
+    if shutil.which("npm") is None:
+        pytest.skip("npm is not installed (Debian's packages nodejs and npm)")
+    folder = tmp_path / "node"
+    shutil.copytree(CLIENTS / "node", folder)
+    install("npm", "ci", "--silent", "--no-audit", "--no-fund", cwd=folder)
+    sent = json.dumps(TEXTS)
+    found = printed(["node", str(folder / "clients.mjs"), server.url, "bert", sent])
+    assert len(found["vectors"]) == 14
+    for name, rows in found["vectors"].items():
+        is_single = any(word in name for word in ("single", "older", "query"))
+        expected = vectors[:1] if is_single else vectors
+        assert isinstance(rows, list), (name, rows)
+        np.testing.assert_allclose(rows, expected, atol=1e-5, err_msg=name)
+    for name, ranks in found["ranks"].items():
+        assert isinstance(ranks, list), (name, ranks)
+        assert [index for index, _ in ranks] == [0, 1, 2], name
+        assert [score for _, score in ranks] == pytest.approx(cosines(vectors), abs=1e-5), name
+    for name, names in found["models"].items():
+        name_of = {"openai one": "bert@1", "ollama": "bert:latest", "ollama running": "bert:latest"}
+        assert name_of.get(name, "bert") in names, (name, names)
+    unknown = found["errors"].pop("openai route")
+    assert unknown.startswith("NotFoundError 404 there is no route '/v1/chat/completions'")
+    for name, error in found["errors"].items():
+        assert "no model 'nobody' is served" in error, (name, error)
+    assert found["others"]["ollama preload"] == []
+    assert found["others"]["ollama show"] == ["embedding"]
+    assert found["others"]["ollama version"]["version"]

@@ -1,11 +1,17 @@
-"""NVIDIA's ranking: ``/v1/ranking``, with OpenAI's errors.
+"""NVIDIA's ranking: ``/v1/ranking`` and ``/v1/retrieval/NAME/reranking``, with OpenAI's errors.
 
-Source: the released clients, langchain-nvidia-ai-endpoints and llama-index-postprocessor-nvidia.
+Source: the released clients, langchain-nvidia-ai-endpoints, llama-index-postprocessor-nvidia
+and LiteLLM, which names the model in the path too.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Final, Literal
+from urllib.parse import unquote
+
+from starlette.requests import Request
+from starlette.responses import Response
 
 from cloze.service.core import ServedRequest
 from cloze.service.errors import Location
@@ -15,15 +21,18 @@ from cloze.service.protocols.protocol import (
     STATUSES_WITHOUT_422,
     LenientModel,
     ProtocolContext,
+    TaskRoute,
     WireProtocol,
+    answer_task,
 )
 from cloze.service.protocols.rank_routes import RANKED_BY, RankRoute, can_rank
 from cloze.service.protocols.shared_paths import ServedName
 from cloze.service.tasks import rerank
 from cloze.service.tasks.texts import TRUNCATIONS
-from cloze.service.tasks.wire import NotEmpty, Text, WireModel
+from cloze.service.tasks.wire import Count, NotEmpty, Text, WireModel
 
 _PATH: Final = "/v1/ranking"
+_MODEL_PATH: Final = "/v1/retrieval/{model}/reranking"
 
 
 class Passage(WireModel):
@@ -38,6 +47,7 @@ class RankingBody(LenientModel):
     query: Passage
     passages: Annotated[list[Passage], NotEmpty]
     model: ServedName = None
+    top_k: Count | None = None
     truncate: Literal["NONE", "END"] | None = None
     """NONE refuses a long passage, END cuts its end; the default is the model's, usually END"""
 
@@ -80,6 +90,13 @@ class _Ranking(RankRoute):
         inputs = rerank.RerankInputs.model_construct(query=body.query.text, texts=texts)
         return inputs, rerank.RerankParameters(raw_scores=True, **TRUNCATIONS[body.truncate])
 
+    def parse(
+        self, request: ServedRequest, data: bytes, model: str | None = None
+    ) -> tuple[TaskRoute, Any]:
+        """Return this route, and the body with the model that a path names."""
+        route, body = super().parse(request, data)
+        return route, body if model is None else body.model_copy(update={"model": model})
+
     def in_body(self, at: Location, body: RankingBody) -> Location:
         """Return the location in the body, whose texts are objects."""
         if at == rerank.QUERY:
@@ -88,15 +105,24 @@ class _Ranking(RankRoute):
             return Location(("passages", *at[1:], *(("text",) if at[1:] else ())))
         return super().in_body(at, body)
 
-    def respond(self, request: ServedRequest, __: Any, value: rerank.Ranking) -> Any:
-        ranks = [PassageRank(rank.index, rank.score) for rank in value.ranks]
+    def respond(self, request: ServedRequest, body: RankingBody, value: rerank.Ranking) -> Any:
+        ranks = [PassageRank(rank.index, rank.score) for rank in value.ranks[: body.top_k]]
         usage = openai.Usage(request.tokens, request.tokens)
         return self.answer(request, Rankings(ranks, usage), value.by)
 
 
 def routes(context: ProtocolContext) -> Sequence[Route]:
     """Return the route of NVIDIA's clients."""
-    return [_Ranking(context).bind(_PATH)] if can_rank(context) else []
+    if not can_rank(context):
+        return []
+    route = _Ranking(context)
+
+    async def rank(request: Request) -> Response:
+        model = unquote(request.path_params["model"])
+        return await answer_task(context, partial(route.parse, model=model), request)
+
+    bound = route.bind(_PATH)
+    return [bound, Route("POST", _MODEL_PATH, rank, bound.doc, bound.models)]
 
 
-PROTOCOL: Final = WireProtocol((_PATH,), routes, openai.error_body)
+PROTOCOL: Final = WireProtocol((_PATH, "/v1/retrieval/"), routes, openai.error_body)

@@ -7,22 +7,25 @@ Source: the released clients, ollama 0.6 for Python and for Node.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Final
 
 from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
 
 from cloze.service.core import ServedRequest
-from cloze.service.errors import Location
+from cloze.service.errors import EmptyRequest, Location
 from cloze.service.http.errors import ErrorInfo
-from cloze.service.http.routes import Route, RouteDoc
+from cloze.service.http.routes import RECORD, Handler, Route, RouteDoc
 from cloze.service.protocols.protocol import (
     STATUSES_WITHOUT_422,
     LenientModel,
     ProtocolContext,
     TaskRoute,
     WireProtocol,
+    json_response,
 )
 from cloze.service.tasks import embed
 from cloze.service.tasks.task import INPUTS
@@ -126,7 +129,26 @@ def error_body(error: ErrorInfo) -> OllamaErrorBody:
 
 def routes(context: ProtocolContext) -> Sequence[Route]:
     """Return the routes that embed texts for Ollama's clients."""
-    return [_Embed(context).bind("/api/embed"), _Embeddings(context).bind("/api/embeddings")]
+    embed_route = _Embed(context).bind("/api/embed")
+    older_route = _Embeddings(context).bind("/api/embeddings")
+    empty = OllamaEmbeddingsResponse([])
+    return [
+        replace(embed_route, handler=partial(_embed_or_preload, embed_route.handler, None)),
+        replace(older_route, handler=partial(_embed_or_preload, older_route.handler, empty)),
+    ]
+
+
+async def _embed_or_preload(
+    embed_texts: Handler, empty: OllamaEmbeddingsResponse | None, request: Request
+) -> Response:
+    """Answer a request; one without a text, which loads a model in Ollama, has no vectors."""
+    try:
+        return await embed_texts(request)
+    except EmptyRequest as error:
+        if error.at is None or len(error.at) != 1:  # an empty text among others
+            raise
+        model = request.scope[RECORD].model
+        return json_response(empty or OllamaEmbedResponse(model, [], 0, 0, 0))
 
 
 PROTOCOL: Final = WireProtocol(("/api/",), routes, error_body)

@@ -1,11 +1,11 @@
-"""The models in Ollama's protocol: ``/api/tags``, ``/api/show`` and ``/api/version``.
+"""The models in Ollama's protocol: what is served, what is in memory, and what is known of one.
 
 The list has NAME of the newest version of each model, and its aliases. The other versions answer to
 NAME@VERSION.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from importlib.metadata import version
 from typing import Any, Final
@@ -29,6 +29,8 @@ from cloze.service.protocols.protocol import (
     json_response,
 )
 from cloze.service.tasks import embed
+
+_NEVER: Final = "9999-12-31T23:59:59+00:00"
 
 
 class OllamaShowBody(LenientModel):
@@ -59,6 +61,22 @@ class ModelTag:
     size: int
     digest: str
     details: ModelDetails
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningModel(ModelTag):
+    """A model in memory; ``context_length`` is in tokens. No model is unloaded."""
+
+    expires_at: str
+    size_vram: int
+    context_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunningModelList:
+    """The response to ``GET /api/ps``."""
+
+    models: list[RunningModel]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +117,11 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
         examples={"A model": {"model": "cloze-bert"}},
         errors=STATUSES_WITHOUT_422,
     )
-    tags = partial(_tags, context)
+    tags, running = partial(_tags, context), partial(_running, context)
     every_model = gate_models(context.models.pipelines)
     return [
         get("/api/tags", tags, "The names of served models, in Ollama's shape", OllamaModelList),
+        get("/api/ps", running, "The models in memory, in Ollama's shape", RunningModelList),
         Route("POST", "/api/show", partial(_show, context), show_doc, every_model),
         get("/api/version", answer_version, "The version of the server", dict[str, str]),
     ]
@@ -112,6 +131,11 @@ async def _tags(context: ProtocolContext, request: Request) -> Response:
     models = context.models_of(request.scope[RECORD])
     rows = [_tag(p, name) for p in models.pipelines for name in models.names_of[p][1:]]
     return json_response(OllamaModelList(rows))
+
+
+async def _running(context: ProtocolContext, request: Request) -> Response:
+    models = context.models_of(request.scope[RECORD])
+    return json_response(RunningModelList([_in_memory(p) for p in models.pipelines]))
 
 
 async def _show(context: ProtocolContext, http_request: Request) -> Response:
@@ -155,6 +179,13 @@ def _tag(pipeline: Pipeline, name: str) -> ModelTag:
     return ModelTag(tagged, tagged, created, size, manifest.digest, _details(pipeline))
 
 
+def _in_memory(pipeline: Pipeline) -> RunningModel:
+    tag = _tag(pipeline, pipeline.manifest.name)
+    row = {field.name: getattr(tag, field.name) for field in fields(tag)}
+    longest = pipeline.manifest.limits.max_tokens
+    return RunningModel(**row, expires_at=_NEVER, size_vram=0, context_length=longest)
+
+
 def _details(pipeline: Pipeline) -> ModelDetails:
     architecture = pipeline.manifest.architecture
     family, size = architecture.family, f"{architecture.parameters / 1e6:.2f}M"
@@ -162,4 +193,6 @@ def _details(pipeline: Pipeline) -> ModelDetails:
     return ModelDetails("", "onnx", family, [family], size, precision)
 
 
-PROTOCOL: Final = WireProtocol(("/api/tags", "/api/show", "/api/version"), routes, error_body)
+PROTOCOL: Final = WireProtocol(
+    ("/api/tags", "/api/ps", "/api/show", "/api/version"), routes, error_body
+)

@@ -33,7 +33,8 @@ class ModelRow:
     """A name of a served model; ``created`` is in seconds since 1970.
 
     ``embedding_space`` names the space of the vectors of `/v1/embeddings`; null for a model that
-    does not embed. ``embedding_spaces`` has the names of all its vectors by task.
+    does not embed. ``embedding_spaces`` has the names of all its vectors by task. Mistral's clients
+    read a row by its ``type``, and need ``capabilities``, here none of those that they list.
     """
 
     id: str
@@ -42,6 +43,8 @@ class ModelRow:
     owned_by: str
     embedding_space: str | None
     embedding_spaces: dict[str, str | None]
+    type: Literal["base"]
+    capabilities: dict[str, bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +93,7 @@ def _row(pipeline: Pipeline, name: str) -> ModelRow:
     created = int(pipeline.manifest.created.timestamp())
     spaces = pipeline.own_spaces()
     own = spaces.get(embed.TASK.name)
-    return ModelRow(name, "model", created, "cloze", own, spaces)
+    return ModelRow(name, "model", created, "cloze", own, spaces, "base", {})
 
 
 PROTOCOL: Final = WireProtocol((_SHORT_PATH,), routes, error_body)

@@ -21,7 +21,7 @@ NAMES = {"model": "cloze-bert.embed", "version": "1"}
 
 def filled(path: str) -> str:
     """Return a path with the name of a served model; that of Open Inference names a task too."""
-    names = {"model": "cloze-bert"} if path.endswith(":predict") else NAMES
+    names = {"model": "cloze-bert"} if path.endswith((":predict", "/reranking")) else NAMES
     return path.format(**names)
 
 

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloze.service.core import ServedRequest
-from cloze.service.errors import Location
+from cloze.service.errors import InvalidRequest, Location
 from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.protocols import openai
 from cloze.service.protocols.protocol import (
@@ -86,6 +86,8 @@ class _Ranking(RankRoute):
     )
 
     def to_call(self, _: ServedRequest, body: RankingBody) -> tuple[Any, Any]:
+        if body.top_k is not None and body.top_k < 1:
+            raise InvalidRequest(f"must be at least 1, got {body.top_k}", Location(("top_k",)))
         texts = [passage.text for passage in body.passages]
         inputs = rerank.RerankInputs.model_construct(query=body.query.text, texts=texts)
         return inputs, rerank.RerankParameters(raw_scores=True, **TRUNCATIONS[body.truncate])

@@ -29,7 +29,7 @@ from cloze.service.protocols.protocol import (
 )
 from cloze.service.tasks import embed
 from cloze.service.tasks.task import INPUTS
-from cloze.service.tasks.wire import CountOrZero, Text, Texts
+from cloze.service.tasks.wire import CountOrZero, Texts
 
 MODEL: Final = "a served model, NAME, NAME@VERSION or an alias, also with :latest behind"
 """Describes the field ``model``."""
@@ -38,7 +38,9 @@ MODEL: Final = "a served model, NAME, NAME@VERSION or an alias, also with :lates
 class OllamaEmbedBody(LenientModel):
     """The body of ``POST /api/embed``."""
 
-    input: Text | Texts = Field(description="a text, or a list of texts")
+    input: str | Texts = Field(
+        description="a text, or a list of texts; an empty text has no vector"
+    )
     model: str | None = Field(None, description=f"{MODEL}; null: the default model")
     truncate: bool | None = Field(
         None, description="false refuses a long text; the default is true, which cuts its end"
@@ -51,7 +53,7 @@ class OllamaEmbedBody(LenientModel):
 class OllamaEmbeddingsBody(LenientModel):
     """The body of ``POST /api/embeddings``, the older route."""
 
-    prompt: Text = Field(description="the text")
+    prompt: str = Field(description="the text; an empty one has no vector")
     model: str | None = Field(None, description=f"{MODEL}; null: the default model")
 
 

@@ -534,6 +534,7 @@ def test_models_in_openai_s_shape(service: Service) -> None:
     assert [row["id"] for row in rows["data"]] == names
     assert ok(service.get("/models")) == rows
     one = {"id": "tiny@3", "object": "model", "created": 1_767_225_600, "owned_by": "cloze"}
+    one |= {"type": "base", "capabilities": {}}  # for Mistral's clients
     one |= {name: rows["data"][0][name] for name in ("embedding_space", "embedding_spaces")}
     assert one["embedding_spaces"]["embed"] == one["embedding_space"]
     assert rows["data"][0] == one

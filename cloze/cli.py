@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -339,18 +339,9 @@ cli.add_command(store)
 
 
 _REPEATED = (
-    "model",
-    "default",
-    "aliases",
-    "adapter",
-    "cors_origins",
-    "allowed_hosts",
-    "trusted_proxies",
-)
+    "model", "default", "alias", "adapter", "cors_origins", "allowed_hosts", "trusted_proxies",
+)  # fmt: skip
 """Settings whose option may be repeated."""
-
-_SINGULAR: Final = {"aliases": ["--alias"]}
-"""Other names of options."""
 
 
 class _ServeCommand(click.Command):
@@ -373,7 +364,7 @@ def _setting_options() -> list[click.Parameter]:
         if name in _REPEATED or field.default is None:  # the description names the default
             default = ""
         option = click.Option(
-            [*_SINGULAR.get(name, ()), f"--{name.replace('_', '-')}", name],
+            [f"--{name.replace('_', '-')}"],
             help=f"{text[:1].upper()}{text[1:]}.  [env: {ENV_PREFIX}{name.upper()}{default}]",
             multiple=name in _REPEATED,
             show_default=False,

@@ -55,13 +55,10 @@ def test_missing_packages_are_named_with_the_command_that_installs_them(
 
 
 def test_the_limit_of_the_container_counts(
-    tiny_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "memory.max").write_text("600000000")
-    (tmp_path / "memory.current").write_text("400000000")
-    (tmp_path / "memory.stat").write_text("inactive_file 0\n")
-    for read in (machine.memory_limit, machine.memory_used):
-        monkeypatch.setattr(read, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(machine, "memory_limit", lambda: 600_000_000)
+    monkeypatch.setattr(machine, "memory_used", lambda: 400_000_000)
     found = findings("--model-store", str(tiny_store))["memory"]
     assert (found["status"], found["finding"].split(" available")[0]) == ("note", "200 MB")
 

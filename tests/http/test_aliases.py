@@ -87,9 +87,7 @@ def test_a_key_has_the_aliases_of_its_models(service: Service) -> None:
 def test_a_reload_keeps_aliases_or_is_refused(tmp_path: Path, checkpoints: dict[str, Path]) -> None:
     store = Store(tmp_path)
     export(str(checkpoints["distilbert"]), "own", store)
-    settings = load_settings(
-        {"model_store": tmp_path, "aliases": (f"{ALIAS}=own", "org/next=own@1")}
-    )
+    settings = load_settings({"model_store": tmp_path, "alias": (f"{ALIAS}=own", "org/next=own@1")})
     service = single_process(settings, lambda *_: FakeEngine())
     with TestClient(service, base_url="http://localhost") as client:
         assert client.portal is not None
@@ -118,6 +116,6 @@ def test_a_reload_keeps_aliases_or_is_refused(tmp_path: Path, checkpoints: dict[
 def test_a_wrong_alias_stops_the_start(
     tiny_store: Path, monkeypatch: pytest.MonkeyPatch, aliases: str, message: str
 ) -> None:
-    monkeypatch.setenv("CLOZE_ALIASES", aliases)
+    monkeypatch.setenv("CLOZE_ALIAS", aliases)
     with pytest.raises(StartupError, match=message):
         single_process(load_settings({"model_store": tiny_store}), lambda *_: FakeEngine())

@@ -12,9 +12,8 @@ import orjson
 import pytest
 
 from cloze.model_store.locations import DEFAULT_ROOT
-from tests.support.serving import Server, running_server
+from tests.support.serving import Server, peaks_mb, running_server
 from tests.support.waiting import wait_until
-from tests.system.test_memory import peaks_mb
 
 pytestmark = pytest.mark.slow
 

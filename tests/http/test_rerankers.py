@@ -16,12 +16,11 @@ from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.service.service import single_process
 from cloze.service.settings import load_settings
-from tests.support.family_checkpoints import TOKENIZERS, save
+from tests.support.family_checkpoints import reranker
 
 CHECKED = ("bert", "distilbert", "roberta", "modernbert", "deberta-v2", "mobilebert")
 """Families with other inputs, poolings or heads; `export/test_families` has the logits of all."""
 
-ONE_LABEL: dict[int, str] = {0: "relevance"}
 IDENTITY = "torch.nn.modules.linear.Identity"
 SIGMOID = "torch.nn.modules.activation.Sigmoid"
 
@@ -40,20 +39,6 @@ DECLARED: dict[str, tuple[Mapping[str, Any], Mapping[str, Any] | None]] = {
     "raw-modules-silent": ({"sbert_ce_default_activation_function": IDENTITY}, {}),
 }  # fmt: skip
 """Name -> what is added to ``config.json``, and what the file beside ``modules.json`` says."""
-
-
-def reranker(family: str, folder: Path, **changes: Any) -> Path:
-    """Save a checkpoint that CrossEncoder reads with its ``tokenizer.json`` as it is."""
-    changes = {"id2label": ONE_LABEL, "max_position_embeddings": 66} | changes
-    save(family, "sequence_classification", folder, **changes)
-    names = ("<pad>", "<s>", "</s>") if family in TOKENIZERS else ("[PAD]", "[CLS]", "[SEP]")
-    settings = dict(zip(("pad_token", "cls_token", "sep_token"), names, strict=True))
-    config = json.loads((folder / "config.json").read_text())
-    types = ["token_type_ids"] * (config.get("type_vocab_size", 0) > 1)
-    inputs = {"model_input_names": ["input_ids", "attention_mask", *types]}
-    kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | inputs | kind))
-    return folder
 
 
 def declare(folder: Path, config: Mapping[str, Any], beside: Mapping[str, Any] | None) -> None:

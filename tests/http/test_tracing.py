@@ -2,70 +2,23 @@
 
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from cloze.service.errors import StartupError
 from cloze.service.observe.tracing import make_tracing
 from cloze.service.settings import Settings
+from tests.support.collector import collecting
 from tests.support.serving import Server, running_server
 from tests.support.waiting import wait_until
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}
 NOT_SAMPLED = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-00"}
-
-
-class Collector:
-    """The spans that a collector on loopback has received."""
-
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
-        self.resources: list[dict[str, str]] = []
-
-    def named(self, name: str) -> list[Span]:
-        return [span for span in self.spans if span.name == name]
-
-    def take(self, body: bytes) -> None:
-        for group in ExportTraceServiceRequest.FromString(body).resource_spans:
-            self.resources.append(
-                {each.key: each.value.string_value for each in group.resource.attributes}
-            )
-            self.spans += [span for scope in group.scope_spans for span in scope.spans]
-
-
-@contextmanager
-def collecting() -> Iterator[tuple[Collector, str]]:
-    collector = Collector()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            assert self.path == "/v1/traces"
-            collector.take(self.rfile.read(int(self.headers["content-length"])))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield collector, f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def attributes(span: Span) -> dict[str, Any]:

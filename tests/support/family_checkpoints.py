@@ -3,6 +3,7 @@
 All weights are random, biases and norms included: transformers' defaults of 0 and 1 hide errors.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +149,20 @@ def ours(checkpoint: Any, head: str, ids: Tensor) -> Tensor:
 
 def same(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
+
+
+ONE_LABEL: dict[int, str] = {0: "relevance"}
+
+
+def reranker(family: str, folder: Path, **changes: Any) -> Path:
+    """Save a checkpoint that CrossEncoder reads with its ``tokenizer.json`` as it is."""
+    changes = {"id2label": ONE_LABEL, "max_position_embeddings": 66} | changes
+    save(family, "sequence_classification", folder, **changes)
+    names = ("<pad>", "<s>", "</s>") if family in TOKENIZERS else ("[PAD]", "[CLS]", "[SEP]")
+    settings = dict(zip(("pad_token", "cls_token", "sep_token"), names, strict=True))
+    config = json.loads((folder / "config.json").read_text())
+    types = ["token_type_ids"] * (config.get("type_vocab_size", 0) > 1)
+    inputs = {"model_input_names": ["input_ids", "attention_mask", *types]}
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | inputs | kind))
+    return folder

@@ -38,6 +38,15 @@ from cloze.service.protocols import PROTOCOLS, ProtocolContext, error_response
 from cloze.service.tasks import TASKS, Task, TaskLimits
 from tests.support.task_model import ID, bundle
 
+CLASSES = {
+    "sequence_classification": {"labels": ["a", "b", "c", "d"], "problem_type": "regression"}
+}
+CLASSIFIER = {
+    "name": "classes", "tasks": ("text-classification",), "embedding": None, "heads": CLASSES,
+}  # fmt: skip
+EMBEDDER = {"name": "small", "version": 1, "tasks": ("embed",), "heads": {}}
+"""Changes of a manifest: a model that only classifies, and a small one that only embeds."""
+
 LIMITS = TaskLimits(
     max_tokens=12,
     max_masks=3,

@@ -139,3 +139,14 @@ def children(parent: int, name: str) -> list[int]:
             if f'"name": "{name}' in Path(f"/proc/{pid}/cmdline").read_text():
                 found.append(int(pid))
     return found
+
+
+def peaks_mb(pid: int) -> dict[int, float]:
+    """The largest resident memory so far, of a server and of its children."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    peaks = {}
+    for process in (pid, *map(int, children)):
+        found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{process}/status").read_text())
+        assert found
+        peaks[process] = int(found[1]) / 1024
+    return peaks

@@ -4,7 +4,6 @@ are.
 
 import asyncio
 import random
-import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from cloze.model_store.processor import int8_advantage
 from cloze.service.text.tokenizer import Tokenizer
 from tests.support.family_checkpoints import save
 from tests.support.faulty import metric
-from tests.support.serving import Server, running_server
+from tests.support.serving import Server, peaks_mb, running_server
 
 TOKENS = 500_000
 
@@ -167,14 +166,3 @@ def test_the_longest_text_of_a_family_needs_little_memory(name: str, tmp_path: P
         assert min(ask(text)) > 0.9 * tokens
         growth = peaks_mb(server.process.pid)[server.process.pid] - before
     assert growth < most_mb
-
-
-def peaks_mb(pid: int) -> dict[int, float]:
-    """The largest resident memory so far, of a server and of its children."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    peaks = {}
-    for process in (pid, *map(int, children)):
-        found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{process}/status").read_text())
-        assert found
-        peaks[process] = int(found[1]) / 1024
-    return peaks

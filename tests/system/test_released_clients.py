@@ -15,7 +15,7 @@ import pytest
 
 from cloze.export.publish import export
 from cloze.model_store import Store
-from tests.http.test_rerankers import reranker
+from tests.support.family_checkpoints import reranker
 from tests.support.released_clients import CLIENTS, install, printed, run
 from tests.support.serving import Server, running_server
 
@@ -69,7 +69,7 @@ def test_clients_of_cohere_jina_ollama_and_others(
     }.items():
         monkeypatch.setenv(name, value)
     aliases = "an/alias:v1=bert,embed-english-v3.0=bert@1"
-    with running_server(tiny_store, CLOZE_ALIASES=aliases) as server:
+    with running_server(tiny_store, CLOZE_ALIAS=aliases) as server:
         monkeypatch.setenv("CO_API_URL", server.url)
         expected = httpx.post(f"{server.url}/embed", json={"inputs": TEXTS, "model": "bert"}).json()
         found = run(

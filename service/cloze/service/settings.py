@@ -83,7 +83,7 @@ class Settings(BaseSettings):
     """the model that answers a task's requests which name none, as TASK=NAME; repeat the option, or
     set one variable per task, for example CLOZE_DEFAULT_FILL_MASK; default: the first that serves
     the task, in the order of `model`, or else the bundled ones and then the oldest name"""
-    aliases: _Names = ()
+    alias: _Names = ()
     """other names of served models, as ALIAS=NAME, for clients whose model names are fixed, for
     example text-embedding-3-small=my-model; repeat the option, or separate them by commas in the
     environment; default: none"""
@@ -227,7 +227,7 @@ class Settings(BaseSettings):
                 raise ValueError(f"the task {task!r} has two defaults")
         return value
 
-    @field_validator("aliases")
+    @field_validator("alias")
     @classmethod
     def _one_model_per_alias(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         names = [pair.partition("=")[0] for pair in value]
@@ -264,8 +264,8 @@ class Settings(BaseSettings):
         return {task: name for task, _, name in (pair.partition("=") for pair in self.default)}
 
     def models_of_aliases(self) -> dict[str, str]:
-        """Return the models that `aliases` names, by alias."""
-        return {alias: name for alias, _, name in (pair.partition("=") for pair in self.aliases)}
+        """Return the models that `alias` names, by alias."""
+        return {alias: name for alias, _, name in (pair.partition("=") for pair in self.alias)}
 
     def worker_count(self, device: Device) -> int:
         """Return the number of worker threads per model on a device."""

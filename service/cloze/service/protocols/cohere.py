@@ -199,7 +199,8 @@ class _Embed(TaskRoute):
         identity, texts = request.identity.decode("ascii"), _texts(body)
         meta = Meta(ApiVersion(self._version), BilledUnits(request.tokens))
         if self._version == "1" and not body.embedding_types:
-            return EmbedFloatsResponse(identity, "embeddings_floats", value, texts, meta)  # type: ignore[arg-type]
+            rows: Any = value
+            return EmbedFloatsResponse(identity, "embeddings_floats", rows, texts, meta)
         kinds = dict.fromkeys(body.embedding_types or ("float",))
         vectors = {kind: _NUMBERS[kind](value) for kind in kinds}
         return EmbedByTypeResponse(identity, "embeddings_by_type", vectors, texts, meta)

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Final, Literal
 
 from pydantic import Field
 
-from cloze.service.clock import CLOCK
 from cloze.service.core import ServedRequest
 from cloze.service.errors import InvalidRequest, Location
 from cloze.service.http.routes import Route, RouteDoc
@@ -99,10 +98,14 @@ class ScoredTexts:
 
 
 def _answer(
-    request: ServedRequest, body: ScoredBody, data: Any, kind: Literal["list", "classify"] = "list"
+    route: TaskRoute,
+    request: ServedRequest,
+    body: ScoredBody,
+    data: Any,
+    kind: Literal["list", "classify"] = "list",
 ) -> ScoredTexts:
-    model = body.model or request.model or ""
-    created, usage = int(CLOCK.wall()), openai.Usage(request.tokens, request.tokens)
+    created = int(route.context.limits.clock.wall())
+    model, usage = body.model or request.model, openai.Usage(request.tokens, request.tokens)
     return ScoredTexts(request.identity.decode("ascii"), kind, created, model, data, usage)
 
 
@@ -148,7 +151,7 @@ class _Score(RankRoute):
     def respond(self, request: ServedRequest, body: PairsBody, value: rerank.Ranking) -> Any:
         ranks = sorted(value.ranks, key=lambda rank: rank.index)
         rows = [PairScore(rank.index, "score", rank.score) for rank in ranks]
-        return self.answer(request, _answer(request, body, rows), value.by)
+        return self.answer(request, _answer(self, request, body, rows), value.by)
 
 
 def _names(body: PairsBody) -> tuple[str, str]:
@@ -192,12 +195,12 @@ class _Classify(TaskRoute):
     def respond(self, request: ServedRequest, body: ClassifyBody, value: Any) -> Any:
         best = [sorted(row, key=lambda label: label.score, reverse=True) for row in value]
         if "raw_scores" in body.model_fields_set:
-            return _answer(request, body, best, "classify")
+            return _answer(self, request, body, best, "classify")
         rows = [
             TextLabel(index, first.label, [label.score for label in row], len(row))
             for index, ([first, *_], row) in enumerate(zip(best, value, strict=True))
         ]
-        return _answer(request, body, rows)
+        return _answer(self, request, body, rows)
 
 
 def routes(context: ProtocolContext) -> Sequence[Route]:

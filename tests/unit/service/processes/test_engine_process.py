@@ -27,8 +27,8 @@ from cloze.service.processes.children import ChildConfig
 from cloze.service.processes.engine_process import EngineServer, FrontEndChannel, _exit_soon
 from cloze.service.processes.frontend import EngineLink, RemoteQueue
 from cloze.service.settings import Settings
-from tests.http.test_tracing import collecting
 from tests.support import encodings
+from tests.support.collector import collecting
 from tests.support.encodings import submit
 from tests.support.fake_engine import FakeEngine
 from tests.support.task_model import manifest

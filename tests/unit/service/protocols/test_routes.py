@@ -20,15 +20,9 @@ from cloze.service.http.routes import RAW
 from cloze.service.protocols import protocol
 from cloze.service.tasks import TASKS
 from tests.support.refusals import error_of
-from tests.support.route_service import OneLabel, Service
+from tests.support.route_service import CLASSIFIER, EMBEDDER, OneLabel, Service
 from tests.support.task_model import ID
 
-CLASSES = {
-    "sequence_classification": {"labels": ["a", "b", "c", "d"], "problem_type": "regression"}
-}
-CLASSIFIER = {
-    "name": "classes", "tasks": ("text-classification",), "embedding": None, "heads": CLASSES,
-}  # fmt: skip
 RANKER = CLASSIFIER | {
     "name": "ranker",
     "heads": {"sequence_classification": {"labels": ["score"], "problem_type": "regression"}},
@@ -36,7 +30,6 @@ RANKER = CLASSIFIER | {
 EMBEDDING = {
     "dimensions": 4, "pooling": "mean", "normalize": True, "max_tokens": 10, "projected": False,
 }  # fmt: skip
-EMBEDDER = {"name": "small", "version": 1, "tasks": ("embed",), "heads": {}}
 
 
 @pytest.fixture(scope="module")

@@ -62,7 +62,7 @@ test: lint  ## Run the linters and all tests except the slow ones.
 	$(PYTEST) --ignore=$(FORKING)
 
 test-slow: install  ## Run the tests that take minutes.
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -m slow -n 3 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m slow --no-loadscope-reorder
 
 # A separate environment, because the two builds of onnxruntime overwrite each other.
 GPU := .venv-gpu

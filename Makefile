@@ -55,7 +55,7 @@ FORKING := tests/unit/service/processes
 
 test-unit: install  ## Run the unit tests: what one module promises, without a server.
 	$(PYTEST) $(FORKING)
-	$(PYTEST) --ignore=$(FORKING) tests/unit
+	$(PYTEST) -n 2 --ignore=$(FORKING) tests/unit
 
 test: lint  ## Run the linters and all tests except the slow ones.
 	$(PYTEST) $(FORKING)

@@ -39,7 +39,7 @@ _HEADERS: Final = {
     "cache-control": "no-cache",
     "content-security-policy": _POLICY,
     "referrer-policy": "no-referrer",
-    "vary": PREFIX,
+    "vary": f"{PREFIX}, accept",
     "x-content-type-options": "nosniff",
 }
 

@@ -1,7 +1,7 @@
 """Cohere's protocol: ``/v2/embed`` and ``/v1/embed``, with Cohere's errors.
 
-Cohere's int8 and uint8 vectors have a scale that its answers do not state. `/embed` has int8 with
-its scale.
+Integers of int8 and uint8 have a scale per vector, which no answer states; see `vector_numbers`.
+`/embed` has int8 with its scale.
 
 The two routes differ in the answer to a request that names no type of numbers: that of version 1 is
 a list of vectors, and that of version 2 is an object with the list.
@@ -21,24 +21,24 @@ from cloze.service.core import Float32, ServedRequest
 from cloze.service.errors import InvalidRequest, Location
 from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.protocols.protocol import (
-    SIGNS,
     STATUSES_WITHOUT_422,
     LenientModel,
     ProtocolContext,
     TaskRoute,
     WireProtocol,
 )
+from cloze.service.protocols.vector_numbers import INTEGERS
 from cloze.service.tasks import embed
 from cloze.service.tasks.task import INPUTS
 from cloze.service.tasks.texts import INPUT_TYPES, TRUNCATIONS, Truncate
 from cloze.service.tasks.wire import Count, NotEmpty, Text, Texts, WireModel
 
-EmbeddingType = Literal["float", "base64", "binary", "ubinary"]
+EmbeddingType = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]
 
 _NUMBERS: Final[Mapping[str | None, Callable[[Float32], Any]]] = {
     "float": lambda vectors: vectors,
     "base64": lambda vectors: [b64encode(row).decode() for row in vectors.astype("<f4")],
-    **SIGNS,
+    **INTEGERS,
 }
 """How vectors [n, D] are written."""
 
@@ -87,8 +87,9 @@ class CohereEmbedBody(LenientModel):
     images: list[Any] | None = Field(None, description="refused; the models embed texts")
     embedding_types: list[EmbeddingType] | None = Field(
         None,
-        description="how the numbers are written; base64 has little-endian float32, binary and "
-        "ubinary have signs; the default is float, which /v1/embed then writes without its name",
+        description="how the numbers are written; base64 has little-endian float32, int8 and uint8 "
+        "have a scale per vector, for cosines, binary and ubinary have signs; the default is "
+        "float, which /v1/embed then writes without its name",
     )
     output_dimension: Count | None = Field(None, description="number of leading dimensions to keep")
     truncate: Truncate | None = Field(

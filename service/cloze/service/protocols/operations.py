@@ -19,7 +19,7 @@ from cloze.model_store.installation import DISTRIBUTION
 from cloze.model_store.manifest import Role
 from cloze.service import core, errors
 from cloze.service.http.pages import PAGE, PAGE_HEADERS
-from cloze.service.http.routes import HTML, RECORD, TEXT, Route, RouteDoc
+from cloze.service.http.routes import HTML, RECORD, TEXT, Handler, Route, RouteDoc
 from cloze.service.models.adapters import AdapterBundle
 from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.protocols.protocol import (
@@ -76,10 +76,12 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
     health = partial(answer_probe, state.why_unready, None)
     metrics = partial(_metrics, context, ThreadPoolExecutor(1, "scrape"))
     page, text = {"media_types": (HTML,), "headers": PAGE_HEADERS}, {"media_types": (TEXT,)}
+    root = partial(_page_or_status, alive)
+    people = "A page on which people try the tasks; liveness for clients that ask for no HTML"
     changes = "Serve what the store, the keys and the certificate hold now"
     reload = RouteDoc(changes, "service", core.Changes, ErrorBody, errors=(401, 403, 409, 503))
     return [
-        get("/", PAGE, "A page on which people try the tasks", None, **page),
+        get("/", root, people, Status, 503, **page),
         get("/healthz", alive, "Liveness: 503 once an engine is dead", Status, 503),
         get("/readyz", ready, "Readiness: 503 while draining or dead", Status, 503),
         get("/health", health, "Readiness, under the path of text-embeddings-inference", None, 503),
@@ -87,6 +89,12 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
         get("/metrics", metrics, "Metrics in Prometheus's text format", None, **text),
         Route("POST", "/admin/reload", partial(_reload, context), reload),
     ]
+
+
+async def _page_or_status(alive: Handler, request: Request) -> Response:
+    """Answer browsers, which name HTML; KServe's clients ask here whether the server lives."""
+    handler = PAGE if HTML in request.headers.get("accept", "") else alive
+    return await handler(request)
 
 
 async def _info(context: ProtocolContext, request: Request) -> Response:

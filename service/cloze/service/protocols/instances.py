@@ -44,6 +44,8 @@ def read_instances(instances: Sequence[Any], model: str | None) -> tuple[list[An
         if "inputs" not in fields:
             raise errors.InvalidBody('has no field "inputs"', at)
         inputs.append(fields["inputs"])
+        if isinstance(inputs[-1], int | float):  # several of them would be the token ids of a text
+            raise errors.InvalidBody("is a number; an input is a text, token ids or an object", at)
         if inputs[-1] == []:
             problem = "is an empty list; it needs at least 1 text"
             raise errors.EmptyRequest(problem, at.below("inputs"))

@@ -12,8 +12,9 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cloze.model_store import Manifest
 from cloze.model_store.embedding_space import own_recipe, tokens_recipe
-from cloze.model_store.heads import token_classification
+from cloze.model_store.heads import sequence_classification, token_classification
 from cloze.model_store.heads.token_classification import TokenLabels, tag_scheme
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.model_store.manifest import Role
@@ -30,7 +31,13 @@ from cloze.service.protocols.protocol import (
     get_route,
     json_response,
 )
-from cloze.service.tasks import embed, late_interaction, rerank, similarity
+from cloze.service.tasks import (
+    embed,
+    late_interaction,
+    rerank,
+    similarity,
+    text_classification,
+)
 from cloze.service.tasks.task import ScoreKind
 from cloze.service.threads import run_on_thread
 
@@ -155,7 +162,7 @@ def _describe(context: ProtocolContext, models: Models) -> dict[str, Any]:
         "model_id": first.name,
         "model_sha": first.source.revision,
         "model_dtype": shown.model.precision(),
-        "model_type": {"embedding": {"pooling": "+".join(embedding.poolings)}} if embedding else {},
+        "model_type": _model_type(first),
         "max_input_length": embedding.max_tokens if embedding else first.limits.max_tokens,
         "max_client_batch_size": context.max_request_texts,
         "max_request_bytes": context.body_limits.max_bytes,
@@ -163,6 +170,18 @@ def _describe(context: ProtocolContext, models: Models) -> dict[str, Any]:
         "defaults": {name: d.manifest.reference for name, d in defaults.items() if d},
         "models": [_model(context, models, pipeline) for pipeline in models.pipelines],
     }
+
+
+def _model_type(manifest: Manifest) -> dict[str, Any]:
+    """Return what text-embeddings-inference calls the type of a model; empty if it has none."""
+    if manifest.embedding is not None:
+        return {"embedding": {"pooling": "+".join(manifest.embedding.poolings)}}
+    if sequence_classification.HEAD.name not in manifest.heads:
+        return {}
+    kind = "reranker" if rerank.scorer_of(manifest) == "classifier" else "classifier"
+    numbered = [*enumerate(text_classification.sequence_labels(manifest).labels)]
+    ids = {str(number): label for number, label in numbered}
+    return {kind: {"id2label": ids, "label2id": {label: number for number, label in numbered}}}
 
 
 def _model(context: ProtocolContext, models: Models, pipeline: Pipeline) -> dict[str, Any]:

@@ -160,7 +160,7 @@ class Rerank(RankRoute):
         return ranks if request.usage is None else {"result": ranks, "usage": request.usage}
 
 
-class _TokenizerRoute(TaskRoute):
+class TokenizerRoute(TaskRoute):
     """A route that needs a tokenizer only, which every model has."""
 
     def _serving(self, models: Models) -> Sequence[Pipeline]:
@@ -169,7 +169,7 @@ class _TokenizerRoute(TaskRoute):
         return [*embedding, *(p for p in models.pipelines if p not in embedding)]
 
 
-class _Tokenize(_TokenizerRoute):
+class _Tokenize(TokenizerRoute):
     task = token_ids.TOKENIZE
     body = TokenizeBody
     doc = _doc(
@@ -179,7 +179,7 @@ class _Tokenize(_TokenizerRoute):
     )
 
 
-class _Decode(_TokenizerRoute):
+class _Decode(TokenizerRoute):
     task = token_ids.DECODE
     body = DecodeBody
     names: ClassVar[Mapping[Location, str]] = {INPUTS: "ids"}

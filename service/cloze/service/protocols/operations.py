@@ -100,8 +100,11 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
 
 async def _page_or_status(alive: Handler, request: Request) -> Response:
     """Answer browsers, which name HTML; KServe's clients ask here whether the server lives."""
-    handler = PAGE if HTML in request.headers.get("accept", "") else alive
-    return await handler(request)
+    if HTML in request.headers.get("accept", ""):
+        return await PAGE(request)
+    response = await alive(request)
+    response.headers["vary"] = "accept"
+    return response
 
 
 async def _info(context: ProtocolContext, request: Request) -> Response:

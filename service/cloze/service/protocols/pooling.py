@@ -160,7 +160,8 @@ class _PoolingRoute(TaskRoute):
         check_described(body.encoding_format, body.input)
         texts = body.input if isinstance(body.input, list) else [body.input]
         if not self._has_ids and not all(isinstance(text, str) for text in texts):
-            raise InvalidRequest(f"has token ids; {self.task.name} needs texts", INPUTS)
+            problem = f"has token ids; {self.task.name} needs texts"
+            raise InvalidRequest(problem, Location(("input",)))
         return body.input, self._parameters(body)
 
     def respond(self, request: ServedRequest, body: PoolingBody, value: Any) -> Any:

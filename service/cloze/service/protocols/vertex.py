@@ -51,6 +51,7 @@ from cloze.service.protocols.protocol import (
     error_body,
     get_route,
 )
+from cloze.service.protocols.rank_routes import RANKED_BY
 from cloze.service.tasks import (
     Task,
     embed,
@@ -90,6 +91,7 @@ class _Predict(TaskRoute):
         _TAG,
         Predictions,
         ErrorBody,
+        headers=RANKED_BY,
         examples={
             "Two texts": {"instances": ["What is deep learning?", {"inputs": "A cat sat."}]},
             "A task by name": {"instances": [{"type": "embed", "inputs": "A cat sat."}]},

@@ -8,69 +8,44 @@ Source: vLLM's OpenAPI document.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Literal
+from functools import partial
+from typing import Any, ClassVar, Final
 
 import numpy as np
-from pydantic import Field
 
 from cloze.service.core import Float32, ServedRequest
 from cloze.service.errors import InvalidRequest, Location, WrongTask
 from cloze.service.http.body import load, validate
-from cloze.service.http.errors import ErrorInfo
 from cloze.service.http.routes import RAW, Route, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.protocols import openai
+from cloze.service.protocols.pooling_wire import (
+    PooledText,
+    PooledTexts,
+    PoolingBody,
+    PoolingErrorBody,
+    TaskName,
+    error_body,
+)
 from cloze.service.protocols.protocol import (
     STATUSES_WITHOUT_422,
     ProtocolContext,
     TaskRoute,
     WireProtocol,
 )
-from cloze.service.protocols.shared_paths import ServedName
 from cloze.service.protocols.vector_numbers import (
     BYTES,
     METADATA,
     Envelope,
-    NumbersBody,
     bytes_answer,
     check_described,
 )
 from cloze.service.protocols.vllm import LabelParameters
 from cloze.service.tasks import Task, embed, embed_all, text_classification, token_classification
 from cloze.service.tasks.task import INPUTS, softmax
-from cloze.service.tasks.texts import PromptTokens, TextsOrIds, TokenLimit
-from cloze.service.tasks.wire import Count
+from cloze.service.tasks.texts import PromptTokens
 
 _PATH: Final = "/pooling"
-_TaskName = Literal["embed", "token_embed", "classify", "token_classify", "score", "plugin"]
-
-
-class PoolingBody(NumbersBody):
-    """The body of ``POST /pooling``."""
-
-    model: ServedName = None
-    input: TextsOrIds = Field(description="a text, its token ids, or a list of either")
-    task: _TaskName | None = Field(
-        None,
-        description="what to compute; score and plugin are refused; the default is token_embed, or "
-        "token_classify if the model gives no vectors of tokens",
-    )
-    encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = Field(
-        None,
-        description="how the numbers are written; bytes and bytes_only have no JSON, and a header "
-        '"metadata" describes bytes; the default is float',
-    )
-    dimensions: Count | None = Field(None, description="leading dimensions to keep, for embed")
-    normalize: bool | None = Field(
-        None, description="whether to scale vectors to length 1, for embed; the default is the "
-        "model's"
-    )  # fmt: skip
-    use_activation: bool | None = Field(
-        None, description="whether scores of labels are probabilities; the default is true"
-    )
-    truncate_prompt_tokens: TokenLimit = None
-    user: str | None = Field(None, description="accepted and ignored")
 
 
 class _EmbedParameters(PromptTokens, embed.EmbedParameters):
@@ -81,54 +56,8 @@ class _TokenParameters(PromptTokens, embed_all.TokenParameters):
     """The parameters of the task, and vLLM's limit."""
 
 
-@dataclass(frozen=True, slots=True)
-class PooledText:
-    """The numbers of a text: [D], or [tokens][D]; base64 has them in this order."""
-
-    index: int
-    object: Literal["pooling"]
-    data: list[float] | list[list[float]] | str
-
-
-@dataclass(frozen=True, slots=True)
-class PooledTexts:
-    """The response to ``POST /pooling``; ``created`` is in seconds since 1970."""
-
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
-    data: list[PooledText]
-    usage: openai.Usage
-
-
-@dataclass(frozen=True, slots=True)
-class PoolingError:
-    """The details of an error; ``code`` is its status."""
-
-    message: str
-    type: Literal["BadRequestError", "NotFoundError", "InternalServerError"]
-    param: str | None
-    code: int
-
-
-@dataclass(frozen=True, slots=True)
-class PoolingErrorBody:
-    """An error in vLLM's shape."""
-
-    error: PoolingError
-
-
-def error_body(error: ErrorInfo) -> PoolingErrorBody:
-    """Return the body of an error."""
-    kind: Any = "BadRequestError" if error.status < 500 else "InternalServerError"
-    kind = "NotFoundError" if error.status == 404 else kind
-    code = 400 if error.status == 422 else error.status
-    return PoolingErrorBody(PoolingError(error.message, kind, None, code))
-
-
 class _PoolingRoute(TaskRoute):
-    """The route of one task; a subclass has its parameters."""
+    """The route of one task; `parameters` makes those of the task from a body."""
 
     body = PoolingBody
     names: ClassVar[Mapping[Location, str]] = {INPUTS: "input"}
@@ -195,41 +124,37 @@ def _label_parameters(body: PoolingBody) -> LabelParameters:
     return LabelParameters(function_to_apply=function, truncate_prompt_tokens=most)
 
 
-def _token_label_parameters(
-    body: PoolingBody,
-) -> token_classification.TokenClassificationParameters:
+def _tag_parameters(body: PoolingBody) -> token_classification.TokenClassificationParameters:
     if body.truncate_prompt_tokens not in (None, -1):
         at = Location(("truncate_prompt_tokens",))
         raise InvalidRequest("is not served for token_classify; leave it out", at)
     return token_classification.TokenClassificationParameters()
 
 
+def _embed_parameters(body: PoolingBody) -> _EmbedParameters:
+    return _EmbedParameters(
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        dimensions=body.dimensions,
+        normalize=body.normalize,
+    )
+
+
+def _token_parameters(body: PoolingBody) -> _TokenParameters:
+    return _TokenParameters(truncate_prompt_tokens=body.truncate_prompt_tokens)
+
+
 class _Pooling(_PoolingRoute):
     """The route of all tasks, which the body chooses."""
 
     def __init__(self, context: ProtocolContext) -> None:
-        super().__init__(context, embed_all.TASK, lambda _: None)
-        routes: dict[_TaskName, _PoolingRoute] = {
-            "token_embed": _PoolingRoute(
-                context,
-                embed_all.TASK,
-                lambda body: _TokenParameters(truncate_prompt_tokens=body.truncate_prompt_tokens),
-            ),
-            "token_classify": _PoolingRoute(
-                context, token_classification.LOGITS, _token_label_parameters, False
-            ),
-            "embed": _PoolingRoute(
-                context,
-                embed.TASK,
-                lambda body: _EmbedParameters(
-                    truncate_prompt_tokens=body.truncate_prompt_tokens,
-                    dimensions=body.dimensions,
-                    normalize=body.normalize,
-                ),
-            ),
-            "classify": _PoolingRoute(
-                context, text_classification.IN_ORDER, _label_parameters, False
-            ),
+        super().__init__(context, embed_all.TASK, _token_parameters)
+        make = partial(_PoolingRoute, context)
+        texts_only = partial(make, has_ids=False)
+        routes: dict[TaskName, _PoolingRoute] = {
+            "token_embed": make(embed_all.TASK, _token_parameters),
+            "token_classify": texts_only(token_classification.LOGITS, _tag_parameters),
+            "embed": make(embed.TASK, _embed_parameters),
+            "classify": texts_only(text_classification.IN_ORDER, _label_parameters),
         }
         self._routes = {n: r for n, r in routes.items() if r.task.name in context.tasks}
 

@@ -9,8 +9,7 @@ answer has the fields of all of them:
 - A result's ``document`` is ``{"text"}``, as Cohere, Jina and vLLM read it. In an answer of
   ``/rerank`` with ``return_documents: true`` it is a string, as Infinity and its client in LiteLLM
   read it, and so it is with Voyage's field ``top_k``. Without ``return_documents``, which vLLM does
-  not have, an answer of ``/v2/rerank`` has
-  no documents, as Cohere's version 2; the others have.
+  not have, an answer of ``/v2/rerank`` has no documents, as Cohere's version 2; the others have.
 - Weaviate's module sends no ``model`` to ``/rerank``, and reads ``query`` and ``scores``, which are
   in the order of the request.
 

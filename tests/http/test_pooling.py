@@ -118,6 +118,8 @@ def test_vectors_of_tokens_as_bytes(service: Service) -> None:
             "truncate_prompt_tokens is not served for token_classify",
         ),
         ({"task": "embed", "dimensions": 9}, 400, "invalid_value", "dimensions"),
+        ({"dimensions": 2}, 400, "invalid_value", "dimensions is not for embed-all; leave it out"),
+        ({"use_activation": True}, 400, "invalid_value", "use_activation is not for embed-all"),
     ],
 )
 def test_refusals(

@@ -46,6 +46,10 @@ from cloze.service.tasks.task import INPUTS, softmax
 from cloze.service.tasks.texts import PromptTokens
 
 _PATH: Final = "/pooling"
+_VECTOR_FIELDS: Final = ("dimensions", "normalize")
+_ACTIVATION: Final = "use_activation"
+_TASK_FIELDS: Final = (*_VECTOR_FIELDS, _ACTIVATION)
+"""Fields of a body that only some tasks have: those of a text's vector, and that of labels."""
 
 
 class _EmbedParameters(PromptTokens, embed.EmbedParameters):
@@ -80,15 +84,20 @@ class _PoolingRoute(TaskRoute):
         context: ProtocolContext,
         task: Task,
         parameters: Callable[[PoolingBody], Any],
-        has_ids: bool = True,
+        fields: Sequence[str],
     ) -> None:
-        self.task, self._parameters, self._has_ids = task, parameters, has_ids
+        self.task, self._parameters, self._fields = task, parameters, fields
         super().__init__(context)
 
     def to_call(self, _: ServedRequest, body: PoolingBody) -> tuple[Any, Any]:
         check_described(body.encoding_format, body.input)
+        for name in _TASK_FIELDS:
+            if name not in self._fields and getattr(body, name) is not None:
+                raise InvalidRequest(
+                    f"is not for {self.task.name}; leave it out", Location((name,))
+                )
         texts = body.input if isinstance(body.input, list) else [body.input]
-        if not self._has_ids and not all(isinstance(text, str) for text in texts):
+        if _ACTIVATION in self._fields and not all(isinstance(text, str) for text in texts):
             problem = f"has token ids; {self.task.name} needs texts"
             raise InvalidRequest(problem, Location(("input",)))
         return body.input, self._parameters(body)
@@ -147,14 +156,13 @@ class _Pooling(_PoolingRoute):
     """The route of all tasks, which the body chooses."""
 
     def __init__(self, context: ProtocolContext) -> None:
-        super().__init__(context, embed_all.TASK, _token_parameters)
+        super().__init__(context, embed_all.TASK, _token_parameters, ())
         make = partial(_PoolingRoute, context)
-        texts_only = partial(make, has_ids=False)
         routes: dict[TaskName, _PoolingRoute] = {
-            "token_embed": make(embed_all.TASK, _token_parameters),
-            "token_classify": texts_only(token_classification.LOGITS, _tag_parameters),
-            "embed": make(embed.TASK, _embed_parameters),
-            "classify": texts_only(text_classification.IN_ORDER, _label_parameters),
+            "token_embed": make(embed_all.TASK, _token_parameters, ()),
+            "token_classify": make(token_classification.LOGITS, _tag_parameters, (_ACTIVATION,)),
+            "embed": make(embed.TASK, _embed_parameters, _VECTOR_FIELDS),
+            "classify": make(text_classification.IN_ORDER, _label_parameters, (_ACTIVATION,)),
         }
         self._routes = {n: r for n, r in routes.items() if r.task.name in context.tasks}
 

@@ -49,6 +49,8 @@ def test_examples_of_every_route_run(every_task: Server, document: dict[str, Any
     }
     for (path, _), body in bodies.items():
         model = "cloze-bert.embed" if path.startswith("/v2/") else "cloze-bert"
+        if "{organization}" in path:
+            continue  # the name of no served model has a slash; see test_reranking
         response = httpx.post(every_task.url + path.format(model=model, version="1"), json=body)
         check(document, path, "post", response)
         assert response.status_code == 200, response.text

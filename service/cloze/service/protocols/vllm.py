@@ -59,7 +59,7 @@ class ClassifyBody(ScoredBody):
     input: Text | Texts = Field(description="a text, or a list of texts")
 
 
-class _LabelParameters(PromptTokens, text_classification.TextClassificationParameters):
+class LabelParameters(PromptTokens, text_classification.TextClassificationParameters):
     """The parameters of the task, and vLLM's limit."""
 
 
@@ -189,7 +189,7 @@ class _Classify(TaskRoute):
     def to_call(self, _: ServedRequest, body: ClassifyBody) -> tuple[Any, Any]:
         function: text_classification.Function | None = "none" if raw_scores(body) else None
         most = body.truncate_prompt_tokens
-        parameters = _LabelParameters(function_to_apply=function, truncate_prompt_tokens=most)
+        parameters = LabelParameters(function_to_apply=function, truncate_prompt_tokens=most)
         return body.input, parameters
 
     def respond(self, request: ServedRequest, body: ClassifyBody, value: Any) -> Any:

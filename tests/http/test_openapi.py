@@ -59,6 +59,16 @@ def test_routes_of_operators_are_documented(every_task: Server, document: dict[s
         check(document, path, "get", httpx.get(every_task.url + path))
 
 
+def test_a_method_that_no_route_has_gets_the_methods_of_its_path(
+    every_task: Server, document: dict[str, Any]
+) -> None:
+    for path, operations in document["paths"].items():
+        response = httpx.options(every_task.url + path.format(model="cloze-bert", version="1"))
+        assert response.status_code == 405
+        allowed = {method.lower() for method in response.headers["allow"].split(", ")}
+        assert allowed - {"head"} == operations.keys(), path
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_schema_driven_tester_finds_nothing(every_task: Server, tmp_path: Path) -> None:

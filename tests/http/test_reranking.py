@@ -68,6 +68,8 @@ def test_the_answer_has_what_each_client_reads(service: Service, path: str) -> N
     assert asked["model"] == "rank@3", "the default model has a name"
     documents = [row["document"] for row in asked["results"]][:2]
     assert documents == ([TEXTS[2], TEXTS[0]] if path == "/rerank" else repeated)
+    for value in (0, "yes"):
+        assert service.post(path, BODY | {"return_documents": value}).status_code in (400, 422)
     without = ok(service.post(path, BODY | {"return_documents": False, "model": None}))
     assert "document" not in without["results"][0]
     assert ("scores" in asked, "scores" in without) == (path == "/rerank", False)

@@ -59,7 +59,7 @@ from cloze.service.tasks import (
     text_classification,
     token_classification,
 )
-from cloze.service.tasks.wire import NotEmpty
+from cloze.service.tasks.wire import NotEmpty, NotEmptyText
 
 _TAG: Final = "Vertex AI and KServe V1"
 
@@ -73,7 +73,7 @@ _OF_VECTORS: Final = frozenset(embed.EmbedParameters.model_fields).difference(
 class InstancesBody(LenientModel):
     """The body of ``POST /vertex`` and of ``POST /v1/models/{model}:predict``."""
 
-    instances: Annotated[list[Any], NotEmpty] = Field(
+    instances: Annotated[list[Annotated[Any, NotEmptyText, NotEmpty]], NotEmpty] = Field(
         description='texts, or bodies of one task: {"inputs", "parameters"?, "model"?, "type"?}',
         examples=[["What is deep learning?"]],
     )

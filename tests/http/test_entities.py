@@ -173,6 +173,28 @@ def test_gliners_own_route(client: TestClient) -> None:
         assert named in refused.json()["error"]
 
 
+def test_redaction_of_any_labels(client: TestClient) -> None:
+    def redact(text: str, **parameters: Any) -> Any:
+        body = {"inputs": text, "parameters": parameters, "model": "span"}
+        return client.post("/redact", json=body).json()
+
+    text = f"{TEXT} Write to ada@example.org."
+    found = ask(client, text, long_text="window", threshold=0.3)
+    answer = redact(text, labels=LABELS, min_score=0.3, patterns=["EMAIL"])
+    replaced = answer["replacements"]
+    assert found
+    for one in found:  # what overlaps is one place
+        assert any(r["start"] <= one["start"] and one["end"] <= r["end"] for r in replaced)
+    assert "ada@example.org" not in answer["text"]
+    undone = text
+    for one in reversed(replaced):
+        undone = undone[: one["start"]] + one["placeholder"] + undone[one["end"] :]
+    assert undone == answer["text"]
+    assert "labels is missing" in redact(text)["error"]
+    assert "no < or > within" in redact(text, labels=["<a"])["error"]
+    assert "label_set" in redact(text, labels=LABELS, label_set="x")["error"]
+
+
 CLIENT = """
 import sys
 from gliner.serve.client import GLiNERClient

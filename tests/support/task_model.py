@@ -66,6 +66,9 @@ def manifest(**changes: Any) -> Manifest:
         "heads": {
             "sequence_classification": {"labels": LABELS, "problem_type": "single_label_classification"},
             "token_classification": {"labels": LABELS},
+            "entities": {
+                "kind": "span", "max_width": 2, "max_len": 8, "ent_id": ID["the"], "sep_id": ID["of"]
+            },
         },
         "graph": {"file": "g.onnx", "layout": "dense", "precision": "fp32", "opset": 20, "operators": {"MatMul": 6}},
         "parity": {"tolerance": 1e-4, "batches": [1], "lengths": [3], "max_error": {"embeddings": 1e-6}, "golden_file": "golden.json"},

@@ -295,13 +295,16 @@ def entities(
         multi_label: whether a span may have several labels.
         long_text: whether to refuse, cut or divide a long text; None selects "truncate".
     """
-    is_described = isinstance(labels, Mapping)
+    if isinstance(labels, Mapping):
+        named: Any = dict(labels)
+    else:
+        named = words_of("entities", labels, "labels")
     return json_call(
         "/entities",
         texts_of("entities", texts),
         partial(results, NamedEntity),
         model,
-        labels=dict(labels) if is_described else words_of("entities", labels, "labels"),
+        labels=named,
         threshold=threshold,
         flat_ner=flat_ner,
         multi_label=multi_label,

@@ -85,7 +85,7 @@ class SpanScorer(nn.Module):
         last = cast(nn.Linear, self.out[3])
         weight = g.weight("entities.out.last.weight", last.weight)
         by_label = g.op("Transpose", [g.op("MatMul", [queries, weight])], perm=[0, 2, 1])
-        column = g.weight("entities.out.last.bias", last.bias[:, None])
+        column = g.weight("entities.out.last.bias", last.bias[:, None], exact=True)
         bias = g.op("Transpose", [g.op("MatMul", [queries, column])], perm=[0, 2, 1])
 
         def score(total: str) -> str:
@@ -242,9 +242,9 @@ def _write_lstm(g: GraphBuilder, words: str, counts: str, lstm: nn.LSTM) -> str:
         )
         name = f"entities.lstm.{layer}"
         weights = [
-            g.weight(f"{name}.input", inputs),
-            g.weight(f"{name}.state", states_),
-            g.weight(f"{name}.bias", torch.cat([input_bias, state_bias], 1)),
+            g.weight(f"{name}.input", inputs, exact=True),
+            g.weight(f"{name}.state", states_, exact=True),
+            g.weight(f"{name}.bias", torch.cat([input_bias, state_bias], 1), exact=True),
         ]
         both = g.op(
             "LSTM",

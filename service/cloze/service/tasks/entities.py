@@ -265,7 +265,7 @@ TASK: Final = Task(
         "Labels with descriptions": {
             "inputs": ["Siemens paid 300 euros."],
             "parameters": {
-                "labels": {"ORG": "a company or an authority", "MONEY": "an amount of money"},
+                "labels": {"ORG": "company", "MONEY": "amount"},
                 "threshold": 0.3,
             },
         },

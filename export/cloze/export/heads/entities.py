@@ -10,6 +10,7 @@ from typing import Final, cast
 
 import numpy as np
 import torch
+from onnx import TensorProto
 from torch import Tensor, nn
 
 from cloze.export.graph.builder import GraphBuilder, linear
@@ -47,19 +48,20 @@ class SpanScorer(nn.Module):
         self.out: nn.Linear | nn.Sequential = out
         self.label = mlp(4 * size, size, size)
 
-    def forward(self, words: Tensor, labels: Tensor) -> Tensor:
-        """Return the logits [e, w, K, l] of words [e, w, D] and labels [e, l, D]."""
-        start, end = self.start(words), self.end(words)
+    def forward(self, words: Tensor, counts: Tensor, labels: Tensor) -> Tensor:
+        """Return the logits [e, w, K, l] of words [e, w, D], by their counts, and labels."""
+        start, end = self.start(words), self.end(words).relu()
         count, width = words.shape[1], self.max_width
-        # Behind the last word, the output of the second part of the first layer is 0.
-        following = nn.functional.pad(end.relu(), (0, 0, 0, width - 1))
+        # Behind the last word, the end of a span is 0, whatever the other texts of the batch.
+        end = end * (torch.arange(count) < counts[:, None])[..., None]
+        following = nn.functional.pad(end, (0, 0, 0, width - 1))
         following = torch.stack([following[:, k : k + count] for k in range(width)], 2)
         first = start.relu()[:, :, None].expand_as(following)
         vectors = self.out(torch.cat([first, following], -1))
         scores: Tensor = torch.einsum("ewkd,eld->ewkl", vectors, self.label(labels))
         return scores
 
-    def write(self, g: GraphBuilder, words: str, labels: str) -> str:
+    def write(self, g: GraphBuilder, words: str, counts: str, labels: str) -> str:
         """Write the logits [e, w, K, l]."""
         queries = _write_mlp(g, labels, "entities.label", self.label)
         first = self.out if isinstance(self.out, nn.Linear) else cast(nn.Linear, self.out[0])
@@ -78,6 +80,7 @@ class SpanScorer(nn.Module):
             )
         )
         start = g.op("Add", [start, g.weight("entities.out.bias", first.bias)])
+        end = g.op("Mul", [end, _write_mask(g, words, counts)])
         if isinstance(self.out, nn.Linear):  # without an activation, both parts are multiplied
             by_label = g.op("Transpose", [queries], perm=[0, 2, 1])
             start, end = (g.op("MatMul", [part, by_label]) for part in (start, end))
@@ -115,7 +118,7 @@ class TokenScorer(nn.Module):
         self.word, self.label = nn.Linear(size, 2 * size), nn.Linear(size, 2 * size)
         self.out = mlp(4 * size, 3 * size, entities.TOKEN_LOGITS)
 
-    def forward(self, words: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, words: Tensor, _: Tensor, labels: Tensor) -> Tensor:
         """Return the logits [e, w, 3, l] of words [e, w, D] and labels [e, l, D]."""
         word, word_factor = self.word(words)[:, :, None].chunk(2, -1)
         label, label_factor = self.label(labels)[:, None].chunk(2, -1)
@@ -124,7 +127,7 @@ class TokenScorer(nn.Module):
         scores: Tensor = self.out(torch.cat(parts, -1)).transpose(2, 3)
         return scores
 
-    def write(self, g: GraphBuilder, words: str, labels: str) -> str:
+    def write(self, g: GraphBuilder, words: str, _: str, labels: str) -> str:
         """Write the logits [e, w, 3, l], some labels at a time."""
         size = self.word.in_features
         word, word_factor = _write_halves(g, linear(g, words, "entities.word", self.word), size)
@@ -158,6 +161,15 @@ class TokenScorer(nn.Module):
             scores.append(linear(g, total, "entities.out.last", last))
         joined = g.op("Concat", scores, axis=2)
         return g.op("Transpose", [joined], perm=[0, 1, 3, 2])
+
+
+def _write_mask(g: GraphBuilder, words: str, counts: str) -> str:
+    """Write 1 for each word of a text, and 0 behind its last word: [e, w, 1]."""
+    count = g.op("Squeeze", [g.op("Shape", [words], start=1, end=2)])
+    numbers = g.op("Range", [g.number(0), count, g.number(1)])
+    column = g.op("Unsqueeze", [g.op("Cast", [counts], to=TensorProto.INT64), g.ints(1)])
+    mask = g.op("Cast", [g.op("Less", [numbers, column])], to=TensorProto.FLOAT)
+    return g.op("Unsqueeze", [mask, g.ints(2)])
 
 
 def _write_mlp(g: GraphBuilder, x: str, name: str, layers: nn.Sequential) -> str:
@@ -210,7 +222,7 @@ class EntityHead(nn.Module):
             packed = nn.utils.rnn.pack_padded_sequence(words, lengths, True, False)
             states, _ = self.lstm(packed)
             words, _ = nn.utils.rnn.pad_packed_sequence(states, True, total_length=words.shape[1])
-        scores: Tensor = self.scorer(words, labels)
+        scores: Tensor = self.scorer(words, counts, labels)
         return scores
 
 
@@ -225,7 +237,7 @@ def _write(head: EntityHead, graph: HeadGraph) -> None:
         )
     if head.lstm is not None:
         words = _write_lstm(g, words, counts, head.lstm)
-    scores = head.scorer.write(g, words, labels)
+    scores = head.scorer.write(g, words, counts, labels)
     graph.output(scores, entities.ENTITY_SCORES, k=head.options.logits)
 
 

@@ -4,7 +4,7 @@ The sequence has the labels before the words of the text: ``[CLS] <<ENT>> label 
 [SEP]``. A word is the row of its first token, and a label the row of its marker. The result is the
 logits [w, k, l] of a text with w words and l labels: of the spans of 1 to k words that start at
 each word, or k = 3 logits of a word as the start, the end and the inside of an entity. A span that
-ends behind the last word has no meaning.
+ends behind the last word is no entity.
 
 Source: Zaratiana et al. 2023, "GLiNER", and the library gliner 0.2.29.
 """

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, NamedTuple
 
 from pydantic import Field
 
+from cloze.model_store.heads import entities as entities_head
 from cloze.model_store.heads import token_classification as head
 from cloze.service.errors import InvalidRequest, Location, quoted
 from cloze.service.tasks import entities, token_classification
@@ -226,7 +227,7 @@ TASK: Final = Task(
     route="/redact",
     summary="A text whose entities are replaced by placeholders, and how to undo that",
     heads=(head.HEAD.name,),
-    other_heads=(entities.HEAD.name,),
+    other_heads=(entities_head.HEAD.name,),
     inputs=Annotated[Text | Texts, Field(description="a text, or a list of texts")],
     parameters=RedactParameters,
     result=Redaction | list[Redaction],

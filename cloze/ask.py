@@ -126,6 +126,9 @@ _ASKING = {
     "token-classification": _Asking(
         _table("text", None, score="score", entity="entity", start="start", word="word")
     ),
+    "entities": _Asking(
+        _table("text", None, score="score", label="label", start="start", entity="text")
+    ),
     "redact": _Asking(_redacted),
     "rerank": _Asking(_ranks, ("QUERY", "TEXT"), _first_and_rest),
 }
@@ -175,6 +178,7 @@ def ask(
       cloze ask classify "I love it" "I do not"
       cloze ask classify --pair "A man sleeps." "Somebody rests."
       cloze ask zero-shot-classification "The team won the final." --label sport --label politics
+      cloze ask entities "Ada Lovelace was born in London." --label person --label city
       cloze ask redact "Ada Lovelace, ada@example.org" --pattern EMAIL
       cloze ask qa "Who died?" "The king was dead."
       cloze ask similarity "The king was dead." "The old king died." "A ship left."
@@ -233,6 +237,8 @@ def _options(task: str, flags: Mapping[str, Any]) -> dict[str, Any]:
     from cloze.client import AsyncClient
 
     known = inspect.signature(_method(AsyncClient, task)).parameters
+    if "labels" in known:
+        flags = {{"candidate_labels": "labels"}.get(name, name): flags[name] for name in flags}
     given = {name: value for name, value in flags.items() if value not in (None, ())}
     for name in given.keys() - known.keys():
         fail(f"{task} has no option --{_option(name)}", code=2)
@@ -244,7 +250,12 @@ def _options(task: str, flags: Mapping[str, Any]) -> dict[str, Any]:
 
 def _option(name: str) -> str:
     """Return the name of the option for a parameter of the client's methods."""
-    repeated = {"targets": "target", "candidate_labels": "label", "patterns": "pattern"}
+    repeated = {
+        "targets": "target",
+        "candidate_labels": "label",
+        "labels": "label",
+        "patterns": "pattern",
+    }
     return repeated.get(name, name.replace("_", "-"))
 
 

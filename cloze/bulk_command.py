@@ -215,6 +215,24 @@ def zero_shot_classification(**options: Any) -> None:
 @bulk.command()
 @_bulk_options(
     _text_option("text"),
+    _long_text_option("truncate"),
+    click.option("--label", "labels", multiple=True, required=True, help="Own label; repeatable."),
+    click.option("--threshold", type=click.FloatRange(0, 1), help="Score that entities exceed."),
+    click.option("--nested", "flat_ner", flag_value=False, default=None, help="Allow nesting."),
+    click.option("--multi-label", is_flag=True, default=None, help="Allow several labels."),
+)
+def entities(**options: Any) -> None:
+    """Write the entities of your own labels to the column `entities`.
+
+    \b
+      cloze bulk entities mails.csv --label person --label product --output found
+    """
+    _run("entities", options)
+
+
+@bulk.command()
+@_bulk_options(
+    _text_option("text"),
     click.option("--label", "labels", multiple=True, help="Label to replace; repeatable."),
     click.option(
         "--pattern",

@@ -177,6 +177,11 @@ _OPTIONS_OF_A_HEAD = frozenset({"source", "share", "out", "tasks", "model_store"
     help="Branch, tag or commit of a hub id. The manifest records the commit.",
 )
 @click.option(
+    "--backbone",
+    help="Directory or hub id with config.json and tokenizer of the encoder of a GLiNER whose "
+    "folder lacks them. The default is the name in its gliner_config.json.",
+)
+@click.option(
     "--device",
     type=click.Choice(["cpu", "cuda"]),
     default="cpu",
@@ -202,6 +207,7 @@ def export(
     no_answer_threshold: float,
     gate_pairs: tuple[Path, ...],
     revision: str | None,
+    backbone: str | None,
     device: str,
     again: bool,
     as_json: bool,
@@ -253,6 +259,7 @@ def export(
             reuse=not again,
             adapters=tuple(filter(None, adapters.split(","))),
             no_answer_threshold=no_answer_threshold,
+            backbone=backbone,
         )
         bundle = export_checkpoint(source, name, Store(model_store), options, report=report)
     except (ExportError, DataError, StoreError) as error:

@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from cloze.service.tasks import TASKS, Task, TaskContext
 from cloze.service.tasks.answer_spans import QaAnswer
+from cloze.service.tasks.entities import Entity
 from cloze.service.tasks.fill_tokens import Prediction
 from cloze.service.tasks.qa import QaPair
 from cloze.service.tasks.redact import Replacement
@@ -75,6 +76,7 @@ BULK_TASKS: Final[dict[str, BulkTask]] = {
     "zero-shot-classification": BulkTask(
         TASKS["zero-shot-classification"], "labels", _structs(LabelScore), _lists
     ),
+    "entities": BulkTask(TASKS["entities"], "entities", _structs(Entity), _lists),
     "redact": BulkTask(
         TASKS["redact"],
         "redacted",

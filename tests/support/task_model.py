@@ -19,6 +19,7 @@ VOCABULARY = vocabulary()
 ID = {token: number for number, token in enumerate(VOCABULARY)}
 CLS, SEP, MASK, UNK = ID["[CLS]"], ID["[SEP]"], ID["[MASK]"], ID["[UNK]"]
 
+ENTITIES = {"kind": "span", "max_width": 2, "max_len": 8, "ent_id": 5, "sep_id": 6}
 LABELS = ("O", "B-PER", "I-PER", "LOC")
 LIMITS = TaskLimits(
     max_tokens=12,
@@ -43,7 +44,7 @@ def manifest(**changes: Any) -> Manifest:
     """
     tasks = [head.task for head in HEADS.values() if head.name not in ("multi_vector", "lexical")]
     stored = {"size": 1, "sha256": "0" * 64}
-    fields = {
+    fields: dict[str, Any] = {
         "name": "tiny",
         "version": 3,
         "created": "2026-01-01T00:00:00Z",
@@ -71,6 +72,8 @@ def manifest(**changes: Any) -> Manifest:
         "parity": {"tolerance": 1e-4, "batches": [1], "lengths": [3], "max_error": {"embeddings": 1e-6}, "golden_file": "golden.json"},
         "files": dict.fromkeys(("tokenizer.json", "g.onnx", "golden.json"), stored),
     } | changes  # fmt: skip
+    if "entities" in fields["tasks"]:
+        fields["heads"] = {"entities": ENTITIES} | fields["heads"]
     return Manifest.model_validate(fields)
 
 

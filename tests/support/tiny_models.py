@@ -12,6 +12,7 @@ from cloze.export.model import Model
 from cloze.model_store.heads import (
     HEADS,
     Pooling,
+    entities,
     lexical,
     multi_vector,
     sequence_classification,
@@ -28,6 +29,9 @@ LABELS = {
         dimensions=6, query_tokens=8, document_tokens=9
     ),
     lexical.HEAD.name: lexical.LexicalOptions(skipped_ids=(0, 2)),
+    entities.HEAD.name: entities.EntityOptions(
+        kind=entities.EntityKind.SPAN, max_width=3, max_len=8, ent_id=6, sep_id=7
+    ),
 }
 
 TOKENIZER: Any = SimpleNamespace(size=30, special=SpecialTokens(2, 3, 4), mask_id=4)

@@ -28,6 +28,7 @@ from cloze.client.results import (
     Entity,
     Filling,
     Label,
+    NamedEntity,
     Prediction,
     Rank,
     Redaction,
@@ -271,6 +272,42 @@ def token_classification(
         aggregation_strategy=aggregation_strategy,
         label_set=label_set,
         stride=stride,
+        long_text=long_text,
+    )
+
+
+def entities(
+    texts: str | Sequence[str],
+    labels: Sequence[str] | Mapping[str, str],
+    *,
+    threshold: float | None = None,
+    flat_ner: bool | None = None,
+    multi_label: bool | None = None,
+    long_text: LongText | None = None,
+    model: str | None = None,
+) -> Call[list[list[NamedEntity]]]:
+    """Return the entities of your own labels of each text, in their order.
+
+    Args:
+        labels: the labels, or a description of each, which the model reads in place of the label.
+        threshold: score that entities exceed; None selects 0.5.
+        flat_ner: whether entities share no words; else one may lie inside another.
+        multi_label: whether a span may have several labels.
+        long_text: whether to refuse, cut or divide a long text; None selects "truncate".
+    """
+    if isinstance(labels, Mapping):
+        named: Any = dict(labels)
+    else:
+        named = words_of("entities", labels, "labels")
+    return json_call(
+        "/entities",
+        texts_of("entities", texts),
+        partial(results, NamedEntity),
+        model,
+        labels=named,
+        threshold=threshold,
+        flat_ner=flat_ner,
+        multi_label=multi_label,
         long_text=long_text,
     )
 

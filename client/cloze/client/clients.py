@@ -230,6 +230,7 @@ class Client:
     classify = _sync(calls.classify)
     zero_shot_classification = _sync(calls.zero_shot_classification)
     token_classification = _sync(calls.token_classification)
+    entities = _sync(calls.entities)
     redact = _sync(calls.redact)
     rerank = _sync(calls.rerank)
 
@@ -322,6 +323,7 @@ class AsyncClient:
     classify = _async(calls.classify)
     zero_shot_classification = _async(calls.zero_shot_classification)
     token_classification = _async(calls.token_classification)
+    entities = _async(calls.entities)
     redact = _async(calls.redact)
     rerank = _async(calls.rerank)
 

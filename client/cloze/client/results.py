@@ -114,6 +114,17 @@ class Entity:
 
 
 @dataclass(frozen=True, slots=True)
+class NamedEntity:
+    """An entity of one of your own labels; ``text`` is its text, from ``start`` to ``end``."""
+
+    start: int
+    end: int
+    text: str
+    label: str
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
 class Replacement:
     """An entity of a text, ``text[start:end]``, and its placeholder in the redacted text."""
 

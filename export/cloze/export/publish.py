@@ -51,6 +51,7 @@ class ExportOptions:
         adapters: names of linear layers that adapters may change (`AdaptedModel.of`); empty: the
             bundle takes no adapters.
         no_answer_threshold: see `span.SpanOptions`.
+        backbone: see `load_checkpoint`.
     """
 
     tasks: tuple[str, ...] = ()
@@ -62,6 +63,7 @@ class ExportOptions:
     reuse: bool = False
     adapters: tuple[str, ...] = ()
     no_answer_threshold: float = 0.0
+    backbone: str | None = None
 
     @property
     def lower_precisions(self) -> list[Precision]:
@@ -110,7 +112,7 @@ def export(
         own = SEQUENCE_HEAD.task
         tasks = dict.fromkeys(own if task == RERANK else task for task in options.tasks)
         options = replace(options, tasks=tuple(tasks))
-    checkpoint = load_checkpoint(source, options.revision, options.tasks)
+    checkpoint = load_checkpoint(source, options.revision, options.tasks, options.backbone)
     for note in checkpoint.notes:
         report(f"  note: {note}")
     heads = _choose_heads(checkpoint, options)
@@ -279,6 +281,7 @@ def _verify(job: _Job, folder: Path, graph: Graph) -> dict[str, Any]:
         mask_id=checkpoint.tokenizer.mask_id,
         max_tokens=job.limits.max_tokens,
         scored_pairs=options.pairs,
+        options=checkpoint.options,
     )
     model, recipe = job.original
     before = TorchScorer(model, torch.device("cpu"), recipe)

@@ -273,7 +273,7 @@ def test_each_option_is_sent_under_its_name(name: str) -> None:
     recorded = Recorded(lambda _: httpx.Response(400, json={"error": "no"}))
     first = {"nsp": [("a", "b")], "qa": [("a", "b")], "rerank": "q", "similarity": "q"}
     positional = [first.get(name, "a")]
-    if name in ("rerank", "similarity", "fill_mask_words", "zero_shot_classification"):
+    if name in ("rerank", "similarity", "fill_mask_words", "zero_shot_classification", "entities"):
         positional.append(["a", "b"])
     with pytest.raises(RequestRefused):
         getattr(recorded.client, name)(*positional, **options)

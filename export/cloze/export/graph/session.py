@@ -165,7 +165,24 @@ def _rotate(
     return np.concatenate(turned, -1).reshape(x.shape)
 
 
+def _lstm(x: Array, weights: Array, states: Array, bias: Array, lengths: Array, **_: Any) -> Array:
+    """Return the states [w, 2, e, D] of a bidirectional LSTM; ONNX's own ignores the lengths."""
+    size = states.shape[2]
+    output = np.zeros((len(x), 2, x.shape[1], size))
+    for text, way in np.ndindex(x.shape[1], 2):
+        hidden = cell = np.zeros(size)
+        for word in range(lengths[text])[:: -1 if way else 1]:
+            gates = weights[way] @ x[word, text] + states[way] @ hidden
+            gates = np.split(gates + bias[way].reshape(2, -1).sum(0), 4)
+            into, out, keep = (1 / (1 + np.exp(-gate)) for gate in gates[:3])
+            cell = keep * cell + into * np.tanh(gates[3])
+            hidden = out * np.tanh(cell)
+            output[word, way, text] = hidden
+    return output
+
+
 _OPERATORS: Final[Mapping[tuple[str, str], Callable[..., Array]]] = {
+    ("", "LSTM"): _lstm,
     ("", "MatMul"): lambda a, b: a.astype(np.float32) @ b.astype(np.float32),
     (FUSED, "PackedMultiHeadAttention"): _attend_packed,
     (FUSED, "SkipLayerNormalization"): _skip_norm,

@@ -8,6 +8,7 @@ from typing import Final
 
 from cloze.export.heads import (
     embedding,
+    entities,
     masked_lm,
     multi_vector,
     sequence_classification,
@@ -29,6 +30,7 @@ EXPORT_HEADS: Final[dict[str, ExportHead]] = {
         embedding.LAYER_EMBEDDING,
         multi_vector.MULTI_VECTOR,
         multi_vector.LEXICAL,
+        entities.ENTITIES,
     )
 }
 """All heads by name, in the order in which graphs have them."""

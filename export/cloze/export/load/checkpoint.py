@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 from pydantic import ValidationError
+from torch import Tensor
 
 from cloze.export.blocks.config import USUAL_PADDING_ID, EncoderConfig
 from cloze.export.blocks.layer import ACTIVATIONS
@@ -20,6 +21,8 @@ from cloze.export.families.wrong_settings import WRONG_TYPE, describe_invalid, w
 from cloze.export.heads import EXPORT_HEADS, ExportHead
 from cloze.export.heads.embedding import EmbeddingRecipe
 from cloze.export.load import adapter_folder, parts
+from cloze.export.load import gliner as gliner_files
+from cloze.export.load.gliner import GlinerFolder
 from cloze.export.load.sentence_transformers import SentenceTransformersFolder
 from cloze.export.load.source import (
     CheckpointFiles,
@@ -31,7 +34,7 @@ from cloze.export.load.source import (
 from cloze.export.load.tokenizer import CheckpointTokenizer, load_tokenizer, lower_cased
 from cloze.export.load.weights import load_model, named_classes
 from cloze.export.model import Model, head_module
-from cloze.model_store.heads import Head, lexical, multi_vector
+from cloze.model_store.heads import Head, entities, lexical, multi_vector
 from cloze.model_store.heads.head import Frozen
 from cloze.model_store.manifest import Source
 from cloze.model_store.peft import CONFIG_FILE, TENSORS_FILE
@@ -72,7 +75,10 @@ class Checkpoint:
 
 
 def load_checkpoint(
-    source: str, revision: str | None = None, tasks: Collection[str] = ()
+    source: str,
+    revision: str | None = None,
+    tasks: Collection[str] = (),
+    backbone: str | None = None,
 ) -> Checkpoint:
     """Load a checkpoint.
 
@@ -80,6 +86,7 @@ def load_checkpoint(
         source, revision: see `locate`.
         tasks: names of tasks. Where ``config.json`` names no class, tensors that several heads
             have are those of the heads of these tasks.
+        backbone: where a GLiNER finds what its folder lacks; see `GlinerFolder.read`.
 
     Raises:
         ExportError: the checkpoint cannot be loaded completely.
@@ -90,12 +97,21 @@ def load_checkpoint(
         adapter, base = adapter_folder.read_adapter(files.folder)
     folder = SentenceTransformersFolder.read(base.folder)
     own = folder if adapter is None else SentenceTransformersFolder.read(files.folder)
-    family, config, settings, defaults = _read_config(folder.encoder, folder.of_encoder.of_config)
+    gliner = GlinerFolder.read(files.folder, backbone)
+    given, tensors = read_settings(folder.encoder / "config.json"), dict[str, Tensor]()
+    if gliner is not None:
+        tensors = gliner_files.renamed(read_tensors(weight_files(gliner.path)))
+        given = gliner.encoder_settings(tensors)
+    given |= folder.of_encoder.of_config
+    family, config, settings, defaults = _read_config(folder.encoder, given)
+    if gliner is not None:
+        config = gliner_files.with_room(config)
     for each in (folder, own):
         each.check_truncation(config.hidden_size)
     weights = weight_files(folder.encoder)
-    tokenizer = _with_types_of(config, settings, _load_tokenizer(folder, config))
-    tensors, outside = read_tensors(weights), dict[str, Any]()
+    tokenizer = _with_types_of(config, settings, _load_tokenizer(folder, config, gliner))
+    tensors = tensors or read_tensors(weights)
+    outside = dict[str, Any]()
     recipe = pooling = own.recipe or folder.recipe
     if adapter is not None and adapter.tensors:  # its heads instead of those of its base
         settings, pooling = adapter_folder.head_settings(adapter, settings), own.recipe
@@ -103,7 +119,8 @@ def load_checkpoint(
     else:
         settings = folder.with_activation(settings)
         of_heads = parts.HeadFiles(folder, settings, tensors, tokenizer, config)
-        outside = {name: read(of_heads) for name, read in _part_readers(folder, settings).items()}
+        readers = _part_readers(folder, settings, gliner)
+        outside = {name: read(of_heads) for name, read in readers.items()}
     model, notes = load_model(tensors, family, config, settings, tasks)
     for name, part in outside.items():
         setattr(model, name, part)
@@ -133,7 +150,9 @@ def load_checkpoint(
 
 
 def _part_readers(
-    folder: SentenceTransformersFolder, settings: Mapping[str, Any]
+    folder: SentenceTransformersFolder,
+    settings: Mapping[str, Any],
+    gliner: GlinerFolder | None,
 ) -> dict[str, Callable[[parts.HeadFiles], Any]]:
     """Return readers of the heads whose weights lie outside the family's tensors, by name."""
     readers: dict[str, Callable[[parts.HeadFiles], Any]] = {}
@@ -146,15 +165,20 @@ def _part_readers(
         readers[multi_vector.HEAD.name] = parts.read_bge
     if (folder.path / parts.LEXICAL_FILE).is_file():
         readers[lexical.HEAD.name] = parts.read_lexical
+    if gliner is not None:
+        readers[entities.HEAD.name] = gliner.read_head
     return readers
 
 
 def _load_tokenizer(
-    folder: SentenceTransformersFolder, config: EncoderConfig
+    folder: SentenceTransformersFolder, config: EncoderConfig, gliner: GlinerFolder | None
 ) -> CheckpointTokenizer:
     """Load the tokenizer of a checkpoint with the length and the case of its tuning."""
     own = folder.of_encoder
-    tokenizer = load_tokenizer(folder.encoder, own.of_tokenizer)
+    if gliner is None:
+        tokenizer = load_tokenizer(folder.encoder, own.of_tokenizer)
+    else:
+        tokenizer = gliner.with_markers(load_tokenizer(gliner.tokenizer))
     _check_vocabulary(tokenizer, config)
     tokenizer = replace(tokenizer, notes=(*tokenizer.notes, *own.notes))
     if folder.projections_of_tokens:  # late interaction has lengths of its own
@@ -190,13 +214,11 @@ def _broken_promise(
 
 
 def _read_config(
-    folder: Path, overruling: Mapping[str, Any]
+    folder: Path, settings: dict[str, Any]
 ) -> tuple[Family, EncoderConfig, dict[str, Any], list[str]]:
     """Return the family, the sizes and the settings of an encoder, and notes on its defaults."""
-    settings = read_settings(folder / "config.json")
     if not settings:
         raise ExportError(f"{folder} holds no config.json")
-    settings |= overruling
     kind = settings.get("model_type")
     family = FAMILIES.by_model_type.get(kind) if isinstance(kind, str) else None
     if family is None:

@@ -70,12 +70,13 @@ _SMALL_FILES = (
     "sparse_linear.pt",
     "README.md",
     "adapter_config.json",
+    "gliner_config.json",
 )
 
 _SNAPSHOTS = "snapshots"
 """The folder of a repository in the hub's cache that has a folder per commit."""
 
-_TOP_FILES = ("config.json", "modules.json", "adapter_config.json")
+_TOP_FILES = ("config.json", "modules.json", "adapter_config.json", "gliner_config.json")
 """Files of which each checkpoint has one at the top."""
 
 _WEIGHTS = tuple(
@@ -102,20 +103,23 @@ class CheckpointFiles:
     revision: str | None
 
 
-def locate(source: str, revision: str | None = None) -> CheckpointFiles:
+def locate(
+    source: str, revision: str | None = None, *, with_weights: bool = True
+) -> CheckpointFiles:
     """Locate a checkpoint; download a hub repository first.
 
     Args:
         source: an existing directory, or a hub id such as ``google-bert/bert-base-uncased``;
             ``hub:`` before the id says that it is no directory.
         revision: a branch, tag or commit of the hub; the result always has the commit.
+        with_weights: whether the weights are downloaded too.
 
     Raises:
         ExportError: the directory, the repository or the revision does not exist, or the hub
             does not answer.
     """
     if source.startswith(_HUB):
-        return _download(source.removeprefix(_HUB), revision)
+        return _download(source.removeprefix(_HUB), revision, with_weights=with_weights)
     folder = Path(source)
     if folder.is_dir():
         if revision is not None:
@@ -131,7 +135,7 @@ def locate(source: str, revision: str | None = None) -> CheckpointFiles:
         )
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise ExportError(f"no directory {source}")
-    return _download(source, revision)
+    return _download(source, revision, with_weights=with_weights)
 
 
 def _snapshot(folder: Path) -> Path:
@@ -171,7 +175,7 @@ def check_links(folder: Path, checkpoint: Path | None = None) -> None:
             )
 
 
-def _download(repository: str, revision: str | None) -> CheckpointFiles:
+def _download(repository: str, revision: str | None, *, with_weights: bool) -> CheckpointFiles:
     """Return the files of a repository; offline, those of an earlier download."""
     from huggingface_hub import HfApi, constants, snapshot_download
 
@@ -182,6 +186,8 @@ def _download(repository: str, revision: str | None) -> CheckpointFiles:
             info = HfApi().model_info(repository, revision=revision)
             wanted = info.sha
             patterns = _choose_files([sibling.rfilename for sibling in info.siblings or []])
+            if not with_weights:
+                patterns = [name for name in patterns if Path(name).name in _SMALL_FILES]
         folder = snapshot_download(
             repository, revision=wanted, local_files_only=offline, allow_patterns=patterns
         )

@@ -1,14 +1,16 @@
 """Sentences and questions for the quality gate, written for it: the gate needs no data sets."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from cloze.export.measure.pairs import ScoredPair
 from cloze.export.measure.scorer import Row
+from cloze.model_store.heads.head import Frozen
 
 _TEXTS = json.loads(Path(__file__).with_name("gate-texts.json").read_text(encoding="utf-8"))
 SENTENCES: tuple[str, ...] = tuple(_TEXTS["sentences"])
@@ -24,6 +26,7 @@ class GateTexts:
         mask_id: id of the mask token; None: the vocabulary has no mask token.
         max_tokens: the longest sequence.
         scored_pairs: sentence pairs with similarity scores (STS-B) to rank; may be empty.
+        options: the heads' sections of the manifest, by head name.
     """
 
     def __init__(
@@ -34,11 +37,13 @@ class GateTexts:
         mask_id: int | None,
         max_tokens: int,
         scored_pairs: Sequence[ScoredPair] = (),
+        options: Mapping[str, Frozen] = MappingProxyType({}),
     ) -> None:
         self.tokenizer = tokenizer
         self.mask_id = mask_id
         self.max_tokens = max_tokens
         self.scored_pairs = scored_pairs
+        self.options = options
         self._truncating = Tokenizer.from_str(tokenizer.to_str())
         self._truncating.enable_truncation(max_tokens)
         self._largest_type = max(0, type_vocab_size - 1)
@@ -46,6 +51,17 @@ class GateTexts:
     def sentences(self) -> list[Row]:
         """Return each sentence; the token types are 0."""
         return [(ids, np.zeros_like(ids)) for ids, _ in self._encode(SENTENCES)]
+
+    def word_ids(self, word: str) -> list[int]:
+        """Return the token ids of a word alone."""
+        ids: list[int] = self.tokenizer.encode(word, add_special_tokens=False).ids
+        return ids
+
+    def row(self, ids: Sequence[int]) -> Row:
+        """Return the sequence of token ids between the start and the end token."""
+        around = self.tokenizer.encode("a").ids
+        sequence = np.array([around[0], *ids, around[-1]])
+        return sequence, np.zeros_like(sequence)
 
     def sentence_pairs(self) -> list[Row]:
         """Return pairs: neighbouring sentences and others."""

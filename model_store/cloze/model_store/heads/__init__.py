@@ -8,6 +8,7 @@ from typing import Final
 
 from cloze.model_store.heads import (
     embedding,
+    entities,
     layer_embedding,
     lexical,
     masked_lm,
@@ -33,6 +34,7 @@ _MODULES = (
     layer_embedding,
     multi_vector,
     lexical,
+    entities,
 )
 
 HEADS: Final[dict[str, Head]] = {module.HEAD.name: module.HEAD for module in _MODULES}

@@ -123,6 +123,31 @@ export const PANELS = [
     },
   },
   {
+    task: "entities",
+    title: "Entities of your labels",
+    route: "/entities",
+    fields: [
+      { name: "text", label: "Text", value: "Ada Lovelace was born in London.", rows: 4 },
+      { name: "labels", label: "Labels, one per line", value: "person\ncity", rows: 3 },
+      { name: "threshold", label: "Least score", value: "0.5", kind: "text" },
+    ],
+    body: ({ text, labels, threshold }) => ({
+      inputs: text, parameters: { labels: lines(labels), threshold: Number(threshold) },
+    }),
+    python: ({ text, labels, threshold }) =>
+      `client.entities(${python(text)}, ${python(lines(labels))}, threshold=${Number(threshold)})`,
+    show(entities, { text, labels }) {
+      const kinds = lines(labels);
+      if (!entities.length) return [element("p", {}, "No entity found.")];
+      return [spanned(text, entities.map(({ label, score, start, end }) => ({
+        start,
+        end,
+        make: (part) => element("mark", { class: `kind-${kinds.indexOf(label) % KINDS}` },
+          part, element("small", {}, `${label} ${percent(score)}`)),
+      })))];
+    },
+  },
+  {
     task: "redact",
     exported: "token-classification",
     title: "Redaction",

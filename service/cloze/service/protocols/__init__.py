@@ -15,6 +15,7 @@ from cloze.service.http.errors import describe_error, rejection
 from cloze.service.http.routes import JSON, RECORD
 from cloze.service.protocols import (
     cohere,
+    gliner,
     native,
     nvidia,
     ollama,
@@ -49,6 +50,7 @@ PROTOCOLS: Final[tuple[WireProtocol, ...]] = (
     sagemaker.PROTOCOL,
     weaviate.PROTOCOL,
     vertex.PROTOCOL,
+    gliner.PROTOCOL,
     shared_paths.PROTOCOL,
 )
 

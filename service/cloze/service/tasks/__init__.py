@@ -13,6 +13,7 @@ from cloze.service.tasks import (
     embed,
     embed_all,
     embed_sparse,
+    entities,
     fill_mask,
     nsp,
     qa,
@@ -40,6 +41,7 @@ TASKS: Final[dict[str, Task]] = {
         token_classification,
         redact,
         zero_shot_classification,
+        entities,
     )
 }
 """The tasks of all protocols, by name."""

@@ -1,7 +1,8 @@
 """Redaction: a text whose entities are replaced by placeholders such as ``<PER_1>``.
 
-The entities are those of token classification by words, and of plain patterns if asked for. A long
-text is read in overlapping windows. Of two entities that overlap, all characters are replaced.
+The entities are those of token classification by words, or of labels that the request names if the
+model takes such labels, and of plain patterns if asked for. A long text is read in overlapping
+windows. Of two entities that overlap, all characters are replaced.
 """
 
 import re
@@ -12,9 +13,11 @@ from typing import Annotated, Any, Final, NamedTuple
 
 from pydantic import Field
 
+from cloze.model_store.heads import entities as entities_head
 from cloze.model_store.heads import token_classification as head
 from cloze.service.errors import InvalidRequest, Location, quoted
-from cloze.service.tasks import token_classification
+from cloze.service.tasks import entities, token_classification
+from cloze.service.tasks.entities import EntityTexts
 from cloze.service.tasks.patterns import Pattern, find, regions
 from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext
 from cloze.service.tasks.texts import UsageParameters
@@ -33,9 +36,10 @@ class RedactParameters(UsageParameters):
     """What to replace, and how placeholders are numbered."""
 
     labels: Texts | None = None
-    """the labels of the model to replace; the default is all but O"""
+    """the labels to replace: of the model, where the default is all but O, or any labels for a
+    model of /entities, which needs them"""
     min_score: float | None = Field(None, json_schema_extra={"minimum": 0, "maximum": 1})
-    """least score of an entity that is replaced; the default is 0"""
+    """least score of an entity that is replaced; the default is 0, for a model of /entities 0.5"""
     patterns: list[Pattern] | None = None
     """forms to replace besides: e-mail addresses, telephone numbers, and IBANs and card numbers
     with right check digits; the default is none"""
@@ -74,8 +78,10 @@ class Redaction:
 
 
 class _State(NamedTuple):
-    tagged: TaggedTexts
-    labels: frozenset[str]
+    """The texts of a request; the labels are those that are replaced, None for all."""
+
+    tagged: TaggedTexts | EntityTexts
+    labels: frozenset[str] | None
     parameters: RedactParameters
 
 
@@ -83,6 +89,13 @@ def prepare(
     inputs: Any, parameters: RedactParameters, context: TaskContext
 ) -> PreparedRequest[_State]:
     """Tokenize the texts, long texts in windows."""
+    if parameters.min_score is not None:
+        check_range(parameters.min_score, 0, 1, "min_score")
+    if (region := parameters.region) is not None and region not in regions():
+        problem = f"is {quoted(region)}; it needs a country in two capital letters, such as DE"
+        raise InvalidRequest(problem, Location(("region",)))
+    if head.HEAD not in context.manifest.graph_heads:
+        return _prepare_entities(inputs, parameters, context)
     # Only the first token of a word is trained in most taggers, and no word is replaced in part.
     tagging = TokenClassificationParameters(
         aggregation_strategy="first",
@@ -92,13 +105,45 @@ def prepare(
     )
     prepared: PreparedRequest[Any] = token_classification.prepare(inputs, tagging, context)
     tagged: TaggedTexts = prepared.state
-    if parameters.min_score is not None:
-        check_range(parameters.min_score, 0, 1, "min_score")
-    if (region := parameters.region) is not None and region not in regions():
-        problem = f"is {quoted(region)}; it needs a country in two capital letters, such as DE"
-        raise InvalidRequest(problem, Location(("region",)))
     labels = _labels(parameters.labels, tagged, context)
     return prepared._replace(state=_State(tagged, labels, parameters))
+
+
+def _prepare_entities(
+    inputs: Any, parameters: RedactParameters, context: TaskContext
+) -> PreparedRequest[_State]:
+    """Tokenize the texts for a model that finds entities of any labels."""
+    if parameters.label_set is not None:
+        problem = f"is {quoted(parameters.label_set)}, but {context.manifest.reference} has no sets"
+        raise InvalidRequest(problem, Location(("label_set",)))
+    for number, label in enumerate(parameters.labels or ()):
+        if set("<>") & set(label):
+            problem = f"is {quoted(label)}; a placeholder has no < or > within"
+            raise InvalidRequest(problem, entities.LABELS.below(number))
+    finding = entities.EntityParameters(
+        labels=parameters.labels,
+        threshold=parameters.min_score,
+        long_text="window",
+        return_usage=parameters.return_usage,
+    )
+    prepared: PreparedRequest[Any] = entities.prepare(inputs, finding, context)
+    return prepared._replace(state=_State(prepared.state, None, parameters))
+
+
+def _found(
+    state: _State, outputs: Outputs, context: TaskContext
+) -> Iterator[tuple[str, list[LabelledSpan]]]:
+    """Yield each text with its entities of the labels to replace."""
+    if isinstance(state.tagged, EntityTexts):
+        texts = zip(state.tagged.texts, entities.find(state.tagged, outputs), strict=True)
+        for text, found in texts:
+            yield text.text, [LabelledSpan(e.label, e.score, [], 0, e.start, e.end) for e in found]
+        return
+    least, labels = state.parameters.min_score or 0, state.labels or ()
+    for tagged, spans in token_classification.found(state.tagged, outputs, context):
+        kept = [e for e in spans if e.label in labels and e.score >= least]
+        # A token may be white space, or no character at all.
+        yield tagged.text, [e for e in kept if tagged.text[e.start : e.end].strip()]
 
 
 def _labels(asked: list[str] | None, tagged: TaggedTexts, context: TaskContext) -> frozenset[str]:
@@ -119,11 +164,7 @@ def decode(state: _State, outputs: Outputs, context: TaskContext) -> list[Redact
     parameters, texts = state.parameters, [text.text for text in state.tagged.texts]
     numbers = _Placeholders(texts) if parameters.across_texts else None
     redactions = []
-    for tagged, entities in token_classification.found(state.tagged, outputs, context):
-        text, least = tagged.text, parameters.min_score or 0
-        kept = [e for e in entities if e.label in state.labels and e.score >= least]
-        # A token may be white space, or no character at all.
-        found = [entity for entity in kept if text[entity.start : entity.end].strip()]
+    for text, found in _found(state, outputs, context):
         for pattern in dict.fromkeys(parameters.patterns or ()):
             places = find(text, pattern, parameters.region)
             found += [LabelledSpan(pattern, 1.0, [], 0, *place) for place in places]
@@ -186,6 +227,7 @@ TASK: Final = Task(
     route="/redact",
     summary="A text whose entities are replaced by placeholders, and how to undo that",
     heads=(head.HEAD.name,),
+    other_heads=(entities_head.HEAD.name,),
     inputs=Annotated[Text | Texts, Field(description="a text, or a list of texts")],
     parameters=RedactParameters,
     result=Redaction | list[Redaction],

@@ -71,7 +71,13 @@ class TaskLimits:
     max_request_texts: int = 2048
 
     def checked(
-        self, values: Any, at: Location = INPUTS, kind: str = "text", others: int = 0
+        self,
+        values: Any,
+        at: Location = INPUTS,
+        kind: str = "text",
+        others: int = 0,
+        *,
+        may_be_empty: bool = False,
     ) -> list[Input[Any]]:
         """Return one value or a list of values, each with its place; check their number and texts.
 
@@ -90,7 +96,7 @@ class TaskLimits:
         for place, text in located:
             if not isinstance(text, str):
                 continue
-            if not text:
+            if not text and not may_be_empty:
                 raise EmptyRequest("is empty; it needs at least 1 character", place)
             if len(text) > (most := self.max_text_characters):
                 raise TextTooLong(f"has {len(text)} characters; the limit is {most}", place)

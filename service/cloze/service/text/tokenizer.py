@@ -9,6 +9,7 @@ import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from typing import Final
 from weakref import WeakValueDictionary
@@ -55,7 +56,7 @@ _MOST_WORDS, _LONGEST_WORD = 8192, 32
 """Most words whose tokens are remembered, about 2 MB, and most characters of such a word."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, eq=False)
 class _Vocabulary:
     """A tokenizer of the library, with what its file says.
 
@@ -65,6 +66,8 @@ class _Vocabulary:
         size: number of tokens, those included that no text becomes.
         words: the ids of recent words; None unless the ids of plain text are those of its words,
             one after another. The library takes five times as long to find them.
+        added: matches the tokens that the library looks for before it divides a text.
+        alone: the ids of recent words that were tokenized alone.
     """
 
     backend: Backend
@@ -73,6 +76,15 @@ class _Vocabulary:
     unknown_id: int | None
     size: int
     words: dict[str, list[int]] | None
+    added: re.Pattern[str]
+    alone: dict[str, list[int]] = field(default_factory=dict)
+
+    @cached_property
+    def literal(self) -> Backend:
+        """A tokenizer that reads the names of special tokens as other text."""
+        literal = Backend.from_str(self.backend.to_str())
+        literal.encode_special_tokens = True
+        return literal
 
 
 _IN_USE: Final[WeakValueDictionary[bytes, _Vocabulary]] = WeakValueDictionary()
@@ -229,6 +241,33 @@ class Tokenizer:
         known.update((word, ids) for word, ids in new.items() if len(word) <= _LONGEST_WORD)
         return list(chain.from_iterable(ids_of[word] or () for word in words))
 
+    def word_ids(self, words: Sequence[str]) -> list[list[int]]:
+        """Return the ids of words or labels, each tokenized alone.
+
+        The name of a special token is text like any other.
+        """
+        vocabulary = self._vocabulary
+        known = vocabulary.alone
+        ids_of = {word: known.get(word) for word in words}
+        missing = [word for word, ids in ids_of.items() if ids is None]
+        for first in range(0, len(missing), _SHORT):
+            check_awaited()
+            part = missing[first : first + _SHORT]
+            for word, encoding in zip(
+                part, self._backend.encode_batch_fast(part, add_special_tokens=False), strict=True
+            ):
+                if vocabulary.added.search(word):
+                    encoding = vocabulary.literal.encode(word, add_special_tokens=False)
+                ids_of[word] = encoding.ids
+        if len(known) + len(missing) > _MOST_WORDS:
+            known.clear()
+        known.update(
+            (word, ids_of[word] or [])
+            for word in missing[:_MOST_WORDS]
+            if len(word) <= _LONGEST_WORD
+        )
+        return [ids_of[word] or [] for word in words]
+
     def spans(self, text: str, enough: int | None = None) -> Spans:
         """Return the tokens of a text, or of its start that has more tokens than are enough."""
         marked = text if self._marks_spaces else None
@@ -320,12 +359,14 @@ def _vocabulary(data: bytes) -> _Vocabulary:
         size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         boundary = find_boundary(parts)
         # The library looks for added tokens before it divides a text into words.
-        added = all(_NOT_PLAIN.search(token["content"]) for token in parts["added_tokens"])
+        contents = [token["content"] for token in parts["added_tokens"]]
+        added = all(_NOT_PLAIN.search(content) for content in contents)
         whole_words = boundary is SPACE_OR_PUNCTUATION and isinstance(backend.model, WordPiece)
         words: dict[str, list[int]] | None = {} if whole_words and added else None
         normalizer = backend.normalizer
         form = _LONGEST_FORM if normalizer is None else normalizer.normalize_str(_LONGEST_FORM)
-        vocabulary = _Vocabulary(backend, boundary, len(form) > 1, unknown_id, size, words)
+        names = re.compile("|".join(map(re.escape, contents)) or "(?!)")
+        vocabulary = _Vocabulary(backend, boundary, len(form) > 1, unknown_id, size, words, names)
         _IN_USE[key] = vocabulary
     return vocabulary
 

@@ -18,6 +18,7 @@ from cloze.model_store.heads import (
     GraphSpec,
     HeadRequest,
     Pooling,
+    entities,
     layer_embedding,
     masked_lm,
     multi_vector,
@@ -35,6 +36,7 @@ REQUESTS: list[dict[str, HeadRequest]] = [
     {
         "next_sentence": HeadRequest(),
         "span": HeadRequest(),
+        "entities": entities.EntityRequest((1, 3), (2,)),
         "sparse_embedding": sparse_embedding.SparseEmbeddingRequest(5, 4),
         "layer_embedding": layer_embedding.LayerEmbeddingRequest([{0: 0.5, 2: 2.0}], Pooling.CLS),
     },
@@ -44,6 +46,7 @@ REQUESTS: list[dict[str, HeadRequest]] = [
         "token_embedding": HeadRequest(),
         "sparse_embedding": sparse_embedding.SparseEmbeddingRequest(5, 2),
         "lexical": HeadRequest(),
+        "entities": entities.EntityRequest((1, 2, 3), (2, 4)),
     },
     {
         "multi_vector": multi_vector.MultiVectorRequest(),

@@ -110,7 +110,7 @@ def test_what_is_said_of_the_models(service: Service) -> None:
         "scores": {
             "fill-mask": "probability", "score": "log-probability", "similarity": "cosine",
             "nsp": "probability", "qa": "probability", "text-classification": "probability",
-            "token-classification": "probability", "redact": "probability", "rerank": "cosine",
+            "token-classification": "probability", "redact": "probability", "entities": "probability", "rerank": "cosine",
         },
     }  # fmt: skip
 

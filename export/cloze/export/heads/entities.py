@@ -1,0 +1,369 @@
+"""Entities of the request's labels, as GLiNER computes them: torch modules, graphs, gate figure.
+
+The torch modules form the vector of each span, like the library gliner 0.2.29. The graph does not:
+with W1 = [U | V], the first layer of the output of a span is ``U relu(s_i) + V relu(e_j) + b``,
+so that each word is multiplied once, and a span costs one addition.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Final, cast
+
+import numpy as np
+import torch
+from onnx import TensorProto
+from torch import Tensor, nn
+
+from cloze.export.graph.builder import GraphBuilder, linear
+from cloze.export.heads.head import ExportHead, HeadBatch, HeadGraph, HeadSetup, SampleSizes
+from cloze.export.measure.scorer import Row, Scorer, run_rows
+from cloze.export.measure.texts import SENTENCES, GateTexts
+from cloze.model_store import entity_spans
+from cloze.model_store.entity_spans import EntityPrompt
+from cloze.model_store.heads import entities
+from cloze.model_store.heads.entities import EntityKind, EntityOptions, EntityRequest
+from cloze.model_store.heads.head import GraphSpec
+from cloze.model_store.sequences import TEXT_TOKENS
+
+_LABEL_PARTS: Final = 8
+"""Parts of the labels whose pairs with words are computed at once; bounds the memory."""
+
+
+def mlp(inner: int, size: int, out: int) -> nn.Sequential:
+    """Return two layers with the numbers in a sequence that checkpoints have."""
+    return nn.Sequential(nn.Linear(size, inner), nn.ReLU(), nn.Identity(), nn.Linear(inner, out))
+
+
+class SpanScorer(nn.Module):
+    """Scores spans of up to K words by the products of their vectors with those of labels.
+
+    Args:
+        is_marker: whether the layers are those of ``marker``, and not of ``markerV0``.
+    """
+
+    def __init__(self, size: int, max_width: int, *, is_marker: bool) -> None:
+        super().__init__()
+        self.max_width, inner = max_width, size * (2 if is_marker else 4)
+        self.start, self.end = mlp(inner, size, size), mlp(inner, size, size)
+        out = nn.Linear(2 * size, size) if is_marker else mlp(4 * size, 2 * size, size)
+        self.out: nn.Linear | nn.Sequential = out
+        self.label = mlp(4 * size, size, size)
+
+    def forward(self, words: Tensor, counts: Tensor, labels: Tensor) -> Tensor:
+        """Return the logits [e, w, K, l] of words [e, w, D], by their counts, and labels."""
+        start, end = self.start(words), self.end(words).relu()
+        count, width = words.shape[1], self.max_width
+        # Behind the last word, the end of a span is 0, whatever the other texts of the batch.
+        end = end * (torch.arange(count) < counts[:, None])[..., None]
+        following = nn.functional.pad(end, (0, 0, 0, width - 1))
+        following = torch.stack([following[:, k : k + count] for k in range(width)], 2)
+        first = start.relu()[:, :, None].expand_as(following)
+        vectors = self.out(torch.cat([first, following], -1))
+        scores: Tensor = torch.einsum("ewkd,eld->ewkl", vectors, self.label(labels))
+        return scores
+
+    def write(self, g: GraphBuilder, words: str, counts: str, labels: str) -> str:
+        """Write the logits [e, w, K, l]."""
+        queries = _write_mlp(g, labels, "entities.label", self.label)
+        first = self.out if isinstance(self.out, nn.Linear) else cast(nn.Linear, self.out[0])
+        half = first.in_features // 2
+        start, end = (
+            g.op(
+                "MatMul",
+                [
+                    g.op("Relu", [_write_mlp(g, words, f"entities.{name}", layers)]),
+                    g.weight(f"entities.out.{name}", first.weight[:, columns].t()),
+                ],
+            )
+            for name, layers, columns in (
+                ("start", self.start, slice(half)),
+                ("end", self.end, slice(half, None)),
+            )
+        )
+        start = g.op("Add", [start, g.weight("entities.out.bias", first.bias)])
+        end = g.op("Mul", [end, _write_mask(g, words, counts)])
+        if isinstance(self.out, nn.Linear):  # without an activation, both parts are multiplied
+            by_label = g.op("Transpose", [queries], perm=[0, 2, 1])
+            start, end = (g.op("MatMul", [part, by_label]) for part in (start, end))
+            return self._sum(g, start, end, lambda total: total)
+        last = cast(nn.Linear, self.out[3])
+        weight = g.weight("entities.out.last.weight", last.weight)
+        by_label = g.op("Transpose", [g.op("MatMul", [queries, weight])], perm=[0, 2, 1])
+        column = g.weight("entities.out.last.bias", last.bias[:, None], exact=True)
+        bias = g.op("Transpose", [g.op("MatMul", [queries, column])], perm=[0, 2, 1])
+
+        def score(total: str) -> str:
+            return g.op("Add", [g.op("MatMul", [g.op("Relu", [total]), by_label]), bias])
+
+        return self._sum(g, start, end, score)
+
+    def _sum(self, g: GraphBuilder, start: str, end: str, score: Callable[[str], str]) -> str:
+        """Write the scores of each width from the two parts of a span, [e, w, n] each."""
+        pads = g.ints(0, 0, 0, 0, self.max_width - 1, 0)
+        padded = g.op("Pad", [end, pads])
+        count = g.op("Shape", [start], start=1, end=2)
+        widths = []
+        for k in range(self.max_width):
+            stop = g.op("Add", [count, g.ints(k)])
+            following = g.op("Slice", [padded, g.ints(k), stop, g.ints(1)])
+            total = score(g.op("Add", [start, following]))
+            widths.append(g.op("Unsqueeze", [total, g.ints(2)]))
+        return g.op("Concat", widths, axis=2)
+
+
+class TokenScorer(nn.Module):
+    """Scores words as the start, the end and the inside of entities of each label."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.word, self.label = nn.Linear(size, 2 * size), nn.Linear(size, 2 * size)
+        self.out = mlp(4 * size, 3 * size, entities.TOKEN_LOGITS)
+
+    def forward(self, words: Tensor, _: Tensor, labels: Tensor) -> Tensor:
+        """Return the logits [e, w, 3, l] of words [e, w, D] and labels [e, l, D]."""
+        word, word_factor = self.word(words)[:, :, None].chunk(2, -1)
+        label, label_factor = self.label(labels)[:, None].chunk(2, -1)
+        product = word_factor * label_factor
+        parts = [word.expand_as(product), label.expand_as(product), product]
+        scores: Tensor = self.out(torch.cat(parts, -1)).transpose(2, 3)
+        return scores
+
+    def write(self, g: GraphBuilder, words: str, _: str, labels: str) -> str:
+        """Write the logits [e, w, 3, l], some labels at a time."""
+        size = self.word.in_features
+        word, word_factor = _write_halves(g, linear(g, words, "entities.word", self.word), size)
+        label, label_factor = _write_halves(
+            g, linear(g, labels, "entities.label", self.label), size
+        )
+        first, last = cast(nn.Linear, self.out[0]), cast(nn.Linear, self.out[3])
+        parts = [
+            g.weight(f"entities.out.{number}", part.t())
+            for number, part in enumerate(first.weight.chunk(3, 1))
+        ]
+        of_word = g.op("MatMul", [word, parts[0]])
+        of_word = g.op("Add", [of_word, g.weight("entities.out.bias", first.bias)])
+        of_word = g.op("Unsqueeze", [of_word, g.ints(2)])
+        word_factor = g.op("Unsqueeze", [word_factor, g.ints(2)])
+        of_label = g.op("Unsqueeze", [g.op("MatMul", [label, parts[1]]), g.ints(1)])
+        label_factor = g.op("Unsqueeze", [label_factor, g.ints(1)])
+        count = g.op("Shape", [labels], start=1, end=2)
+        scores = []
+        for number in range(_LABEL_PARTS):
+            begin, end = (
+                g.op("Div", [g.op("Mul", [count, g.ints(n)]), g.ints(_LABEL_PARTS)])
+                for n in (number, number + 1)
+            )
+            mine, factor = (
+                g.op("Slice", [values, begin, end, g.ints(2)])
+                for values in (of_label, label_factor)
+            )
+            product = g.op("MatMul", [g.op("Mul", [word_factor, factor]), parts[2]])
+            total = g.op("Relu", [g.op("Sum", [product, of_word, mine])])
+            scores.append(linear(g, total, "entities.out.last", last))
+        joined = g.op("Concat", scores, axis=2)
+        return g.op("Transpose", [joined], perm=[0, 1, 3, 2])
+
+
+def _write_mask(g: GraphBuilder, words: str, counts: str) -> str:
+    """Write 1 for each word of a text, and 0 behind its last word: [e, w, 1]."""
+    count = g.op("Squeeze", [g.op("Shape", [words], start=1, end=2)])
+    numbers = g.op("Range", [g.number(0), count, g.number(1)])
+    column = g.op("Unsqueeze", [g.op("Cast", [counts], to=TensorProto.INT64), g.ints(1)])
+    mask = g.op("Cast", [g.op("Less", [numbers, column])], to=TensorProto.FLOAT)
+    return g.op("Unsqueeze", [mask, g.ints(2)])
+
+
+def _write_mlp(g: GraphBuilder, x: str, name: str, layers: nn.Sequential) -> str:
+    inner = linear(g, x, f"{name}.0", cast(nn.Linear, layers[0]))
+    return linear(g, g.op("Relu", [inner]), f"{name}.3", cast(nn.Linear, layers[3]))
+
+
+def _write_halves(g: GraphBuilder, x: str, size: int) -> tuple[str, str]:
+    return (
+        g.op("Slice", [x, g.ints(0), g.ints(size), g.ints(2)]),
+        g.op("Slice", [x, g.ints(size), g.ints(2 * size), g.ints(2)]),
+    )
+
+
+class EntityHead(nn.Module):
+    """Scores the words of texts for the labels before them.
+
+    Args:
+        size: D, the width of words and labels.
+        layers: number of layers of the LSTM over the words.
+        is_projected: whether D is not the encoder's width H.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        size: int,
+        layers: int,
+        scorer: SpanScorer | TokenScorer,
+        options: EntityOptions,
+        *,
+        is_projected: bool,
+    ) -> None:
+        super().__init__()
+        self.options = options
+        self.projection = nn.Linear(hidden_size, size) if is_projected else None
+        self.lstm = (
+            nn.LSTM(size, size // 2, layers, batch_first=True, bidirectional=True)
+            if layers
+            else None
+        )
+        self.scorer = scorer
+
+    def forward(self, words: Tensor, counts: Tensor, labels: Tensor) -> Tensor:
+        """Return the logits [e, w, k, l] of words [e, w, H], by their counts, and labels."""
+        if self.projection is not None:
+            words, labels = self.projection(words), self.projection(labels)
+        if self.lstm is not None and words.shape[1]:
+            lengths = counts.clamp(min=1)
+            packed = nn.utils.rnn.pack_padded_sequence(words, lengths, True, False)
+            states, _ = self.lstm(packed)
+            words, _ = nn.utils.rnn.pad_packed_sequence(states, True, total_length=words.shape[1])
+        scores: Tensor = self.scorer(words, counts, labels)
+        return scores
+
+
+def _write(head: EntityHead, graph: HeadGraph) -> None:
+    g = graph.g
+    words = graph.gather(entities.ENTITY_WORDS)
+    counts = graph.input(entities.ENTITY_WORD_COUNTS)
+    labels = graph.gather(entities.ENTITY_LABELS)
+    if head.projection is not None:
+        words, labels = (
+            linear(g, x, "entities.projection", head.projection) for x in (words, labels)
+        )
+    if head.lstm is not None:
+        words = _write_lstm(g, words, counts, head.lstm)
+    scores = head.scorer.write(g, words, counts, labels)
+    graph.output(scores, entities.ENTITY_SCORES, k=head.options.logits)
+
+
+def _write_lstm(g: GraphBuilder, words: str, counts: str, lstm: nn.LSTM) -> str:
+    """Write an LSTM in both directions over the first words of each text, [e, w, D]."""
+    states = g.op("Transpose", [words], perm=[1, 0, 2])
+    size = lstm.input_size
+    for layer in range(lstm.num_layers):
+        inputs, states_, input_bias, state_bias = (
+            torch.stack(
+                [_gates(getattr(lstm, f"{kind}_l{layer}{way}")) for way in ("", "_reverse")]
+            )
+            for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        )
+        name = f"entities.lstm.{layer}"
+        weights = [
+            g.weight(f"{name}.input", inputs, exact=True),
+            g.weight(f"{name}.state", states_, exact=True),
+            g.weight(f"{name}.bias", torch.cat([input_bias, state_bias], 1), exact=True),
+        ]
+        both = g.op(
+            "LSTM",
+            [states, *weights, counts],
+            hidden_size=lstm.hidden_size,
+            direction="bidirectional",
+        )  # [w, 2, e, D / 2]
+        in_order = g.op("Transpose", [both], perm=[0, 2, 1, 3])
+        states = g.op("Reshape", [in_order, g.ints(0, 0, size)])
+    return g.op("Transpose", [states], perm=[1, 0, 2])
+
+
+def _gates(rows: Tensor) -> Tensor:
+    """Return the rows of the gates in ONNX's order: input, output, forget, cell."""
+    input_, forget, cell, output = rows.chunk(4)
+    return torch.cat([input_, output, forget, cell])
+
+
+def _reference(head: EntityHead, batch: HeadBatch) -> dict[str, Tensor]:
+    spec = GraphSpec(batch.placement.layout, (), token_types=False)
+    feeds = entities.HEAD.pack(batch.requests, batch.placement, spec)
+    words, counts, labels = (
+        torch.from_numpy(feeds[one.name]).long() for one in entities.HEAD.inputs
+    )
+    scores = head(batch.rows[words], counts, batch.rows[labels])
+    return {entities.ENTITY_SCORES.name: scores}
+
+
+def _sample(rng: np.random.Generator, sizes: SampleSizes) -> EntityRequest:
+    """Return a request for some of a sequence's tokens; any of them may stand for words."""
+    count = int(rng.integers(1, max(2, sizes.tokens // 2)))
+    words = rng.choice(sizes.tokens, count, replace=False)
+    labels = rng.integers(0, sizes.tokens, int(rng.integers(1, 6)))
+    return EntityRequest(tuple(sorted(words.tolist())), tuple(labels.tolist()))
+
+
+# ---- the quality gate ----------------------------------------------------------------------------
+
+GATE_LABELS: Final = ("person", "organization", "location", "date", "product", "event", "animal")
+_THRESHOLD: Final = 0.5
+_FIGURE: Final = "entity_f1"
+
+Entity = tuple[int, int, int, int]
+"""Number of the text, first and last word, number of the label."""
+
+
+def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
+    """Return the F1 of the graph's entities; those of the checkpoint are taken for right."""
+    options = texts.options[entities.HEAD.name]
+    assert isinstance(options, EntityOptions)
+    labels, *sentences = (
+        [texts.word_ids(word) for word in words]
+        for words in (
+            GATE_LABELS,
+            *([text[slice(*at)] for at in entity_spans.split_words(text)] for text in SENTENCES),
+        )
+    )
+    prompt = EntityPrompt.of(labels, options)
+    room = texts.max_tokens - TEXT_TOKENS - len(prompt.ids)
+    sequences = [prompt.sequence(entity_spans.fitting(words, room)) for words in sentences]
+    rows = [texts.row(ids) for ids, _ in sequences]
+    requests = [request for _, request in sequences]
+    expected, found = (
+        found_entities(scorer, rows, requests, options.kind) for scorer in (checkpoint, graph)
+    )
+    return {_FIGURE: f1(expected, found)}
+
+
+def found_entities(
+    scorer: Scorer, rows: Sequence[Row], requests: Sequence[EntityRequest], kind: EntityKind
+) -> set[Entity]:
+    """Return the entities of texts with the default parameters of gliner."""
+    name = entities.HEAD.name
+    outputs = run_rows(scorer, rows, [{name: request} for request in requests])
+    entities_: set[Entity] = set()
+    for text, output in enumerate(outputs):
+        logits = output[name].array
+        candidates = entity_spans.find_candidates(logits, _THRESHOLD, kind)
+        chosen = entity_spans.choose(candidates, len(logits), flat=True, multi_label=False)
+        starts, ends, labels = (part.tolist() for part in candidates[:3])
+        entities_ |= {(text, starts[one], ends[one], labels[one]) for one in chosen}
+    return entities_
+
+
+def f1(expected: set[Entity], found: set[Entity]) -> float:
+    """Return 2 tp / (expected + found); 1 if there are no entities at all."""
+    count = len(expected) + len(found)
+    return 2 * len(expected & found) / count if count else 1.0
+
+
+def _make(setup: HeadSetup) -> EntityHead:
+    """Return a new head with random weights, and the vectors of the encoder's width."""
+    options, size = setup.options, setup.config.hidden_size
+    assert isinstance(options, EntityOptions)
+    is_token = options.kind is EntityKind.TOKEN
+    scorer = TokenScorer(size) if is_token else SpanScorer(size, options.max_width, is_marker=False)
+    return EntityHead(size, size, 1, scorer, options, is_projected=False)
+
+
+ENTITIES: Final = ExportHead(
+    head=entities.HEAD,
+    module=_make,
+    of_family=False,
+    write=_write,
+    reference=_reference,
+    sample=_sample,
+    measure=_measure,
+    limits={_FIGURE: 0.9},
+    fine_tuned=True,
+)

@@ -1,0 +1,170 @@
+"""Exports of GLiNER: the logits of the library, all layouts of folders, and what is refused."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+
+from cloze.export.errors import ExportError
+from cloze.export.graph.session import open_session
+from cloze.export.load.checkpoint import load_checkpoint
+from cloze.export.measure.scorer import GraphScorer
+from cloze.model_store import Bundle, Store
+from cloze.model_store.batch import Encoding
+from cloze.model_store.entity_spans import EntityPrompt, split_words
+from cloze.model_store.heads.entities import HEAD, EntityOptions, EntityRequest
+from cloze.model_store.layouts import Layout
+from cloze.model_store.manifest import Precision
+from cloze.service.text.tokenizer import Tokenizer
+from tests.support import gliner
+
+NAME = HEAD.name
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return Store(tmp_path_factory.mktemp("store"))
+
+
+def graph_of(bundle: Bundle) -> GraphScorer:
+    graph = bundle.manifest.graph
+    session = open_session(bundle.file(graph.file), graph.layout)
+    return GraphScorer(session, bundle.manifest.graph_spec(Layout.DENSE))
+
+
+def encode(bundle: Bundle, text: str, labels: list[str]) -> Encoding:
+    tokenizer, options = Tokenizer(bundle), bundle.manifest.heads[NAME]
+    assert isinstance(options, EntityOptions)
+    prompt = EntityPrompt.of(tokenizer.word_ids(list(dict.fromkeys(labels))), options)
+    words = [text[slice(*place)] for place in split_words(text)]
+    ids, request = prompt.sequence([ids for ids in tokenizer.word_ids(words) if ids])
+    return tokenizer.encode(ids, {NAME: request})
+
+
+def inside(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return those of the spans that do not end behind the last word: the others are undefined."""
+    inside: NDArray[np.float32] = values[
+        np.add.outer(*map(np.arange, values.shape[:2])) < len(values)
+    ]
+    return inside
+
+
+@pytest.mark.parametrize("kind", gliner.KINDS)
+def test_ids_and_logits_are_those_of_the_library(store: Store, kind: str) -> None:
+    bundle = gliner.export_kind(kind, store)
+    scorer, worst = graph_of(bundle), 0.0
+    for case in gliner.cases(kind):
+        encoding = encode(bundle, case.text, case.labels)
+        assert encoding.input_ids.tolist() == case.ids, case.text
+        [output] = scorer.run([encoding])
+        logits, expected = output[NAME].array, case.logits
+        assert logits.shape == expected.shape
+        compared = np.abs(logits - expected)
+        worst = max(worst, float((compared if kind == "token" else inside(compared)).max()))
+    assert worst < 1e-4
+
+
+def test_a_batch_of_other_words_and_labels_changes_nothing(store: Store) -> None:
+    """The rows of a batch have their own numbers of words and of labels, or ask other heads."""
+    bundle = gliner.export_kind("projected", store)
+    scorer = graph_of(bundle)
+    rng, batch = np.random.default_rng(1), []
+    ids = rng.integers(5, 200, (4, 24), np.int32)
+    asked = [((5, 6, 9, 20), (1, 3)), ((7,), (1, 2, 4, 5)), None, (tuple(range(4, 22)), (1,))]
+    for row, one in zip(ids, asked, strict=True):
+        requests = {} if one is None else {NAME: EntityRequest(*one)}
+        batch.append(Encoding(row, np.zeros_like(row), requests))
+    outputs = scorer.run(batch)
+    assert outputs[2] == {}
+    for encoding, output in zip(batch, outputs, strict=True):
+        if encoding.requests:
+            [alone] = scorer.run([encoding])
+            both = [inside(one[NAME].array) for one in (output, alone)]
+            np.testing.assert_allclose(*both, atol=1e-5)
+
+
+def test_a_batch_without_requests_does_not_abort_the_process(store: Store) -> None:
+    """onnxruntime's LSTM aborts without a row; another process would notice."""
+    bundle = gliner.export_kind("span", store)
+    feeds = HEAD.pack([], None, None)  # type: ignore[arg-type]  # nothing is asked
+    assert [feeds[one.name].shape for one in HEAD.inputs] == [(1, 0), (1,), (1, 0)]
+    program = f"""
+import numpy as np, onnxruntime as ort
+session = ort.InferenceSession({str(bundle.file(bundle.manifest.graph.file))!r})
+feeds = dict(input_ids=np.ones((2, 5), np.int32), entity_words=np.zeros((1, 0), np.int32),
+             entity_word_counts=np.zeros(1, np.int32), entity_labels=np.zeros((1, 0), np.int32))
+print(session.run(None, feeds)[0].shape)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "(1, 0, 4, 0)"), done.stderr
+
+
+def test_int8_passes_its_gate_of_entities(store: Store) -> None:
+    bundle = gliner.export_kind("span", store, precisions=(Precision.INT8,))
+    assert bundle.manifest.int8 is not None
+    assert bundle.manifest.int8.gate.measured["entity_f1"] >= 0.9
+    assert bundle.manifest.limits.max_tokens == 1024  # beyond the 16 positions of its config.json
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"labels_encoder": "x"}, "a second encoder for labels"),
+        ({"labels_decoder": "gpt2"}, "a decoder that writes labels"),
+        ({"relations_layer": "dot"}, "relations between entities"),
+        ({"model_type": "gliner_streaming_span"}, "for streams"),
+        ({"span_mode": "conv_max"}, "span_mode 'conv_max'"),
+        ({"represent_spans": True}, "represent_spans"),
+        ({"fuse_layers": True}, "fuse_layers"),
+        ({"span_encoder_config": {"model_type": "rnn"}}, "span_encoder_config"),
+        ({"precomputed_prompts_mode": True}, "precomputed_prompts_mode"),
+        ({"subtoken_pooling": "mean"}, "subtoken_pooling 'mean'"),
+        ({"words_splitter_type": "spacy"}, "words_splitter_type 'spacy'"),
+        ({"encoder_config": {"model_type": "t5"}}, "'t5'"),
+        ({"class_token_index": 5}, "class_token_index is 5"),
+        ({"hidden_size": 6}, "token_rep_layer.projection.weight"),
+        ({"max_width": 400}, "max_width"),
+        ({"num_rnn_layers": 2}, "rnn.lstm.weight_ih_l1"),
+        ({"ent_token": "<<NO>>"}, "lacks the marker <<NO>>"),
+    ],
+)
+def test_variants_are_refused_by_name(
+    tmp_path: Path, config: dict[str, object], named: str
+) -> None:
+    with pytest.raises(ExportError, match=named.replace("(", r"\(")):
+        load_checkpoint(str(gliner.copy_of("span", tmp_path, **config)))
+
+
+@pytest.mark.parametrize("name", ["rnn.lstm.bias_hh_l0", "prompt_rep_layer.3.weight"])
+def test_a_missing_tensor_is_refused(tmp_path: Path, name: str) -> None:
+    file = gliner.copy_of("span", tmp_path) / "model.safetensors"
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, file)
+    with pytest.raises(ExportError, match=f"lacks {name}"):
+        load_checkpoint(str(file.parent))
+    tensors[name] = torch.full((1,), 1.0)
+    save_file(tensors, file)
+    with pytest.raises(ExportError, match=f"{name} has shape"):
+        load_checkpoint(str(file.parent))
+
+
+def test_the_lstm_may_be_missing_if_an_older_config_says_so(tmp_path: Path) -> None:
+    file = gliner.copy_of("span", tmp_path, has_rnn=False) / "model.safetensors"
+    assert load_checkpoint(str(file.parent)).model.entities.lstm is not None  # its tensors count
+    save_file({n: t for n, t in load_file(file).items() if not n.startswith("rnn.")}, file)
+    assert load_checkpoint(str(file.parent)).model.entities.lstm is None
+
+
+def test_a_backbone_that_is_missing_is_asked_for(tmp_path: Path) -> None:
+    folder = gliner.copy_of("layout-a", tmp_path, model_name=str(tmp_path / "none"))
+    with pytest.raises(ExportError, match="by --backbone"):
+        load_checkpoint(str(folder))
+    (tmp_path / "plain").mkdir()
+    with pytest.raises(ExportError, match="--backbone is for a checkpoint of GLiNER"):
+        load_checkpoint(str(tmp_path / "plain"), backbone=str(tmp_path))

@@ -1,0 +1,245 @@
+"""Entities of the request's labels: the library's decodings, windows, limits, gliner's client."""
+
+import itertools
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from cloze.model_store import Store
+from cloze.service.service import single_process
+from cloze.service.settings import load_settings
+from cloze.service.tasks import entities
+from tests.support import gliner
+from tests.support.serving import running_server
+
+LIBRARY = Path(__file__).parents[2] / "build/gliner/bin/python"
+TEXT = "Ada Lovelace worked with Charles Babbage in London."
+LABELS = ["person", "city", "date of birth"]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    store = Store(tmp_path_factory.mktemp("store"))
+    for kind in gliner.KINDS:
+        gliner.export_kind(kind, store)
+    return store.root
+
+
+@pytest.fixture(scope="module")
+def client(store: Path) -> Iterator[TestClient]:
+    settings = load_settings({"model_store": store, "max_request_tokens": 20_000})
+    with TestClient(single_process(settings), base_url="http://localhost") as client:
+        yield client
+
+
+def ask(client: TestClient, inputs: Any, model: str = "span", **parameters: Any) -> Any:
+    parameters = {"labels": LABELS} | parameters
+    body = {"inputs": inputs, "parameters": parameters, "model": model}
+    return client.post("/entities", json=body).json()
+
+
+@pytest.mark.parametrize("kind", gliner.KINDS)
+def test_the_entities_are_those_of_the_library(client: TestClient, kind: str) -> None:
+    """Of all thresholds, flat and nested, with one label per span and several."""
+    found = 0
+    for case in gliner.cases(kind):
+        unique = list(dict.fromkeys(case.labels))
+        for threshold, flat, multi, expected in case.decodings:
+            answer = ask(
+                client, case.text, kind, labels=case.labels, threshold=threshold, flat_ner=flat,
+                multi_label=multi,
+            )  # fmt: skip
+            assert [[e["start"], e["end"], unique.index(e["label"])] for e in answer] == expected
+            assert all(e["text"] == case.text[e["start"] : e["end"]] for e in answer)
+            found += len(expected)
+        scores = [one["score"] for one in ask(client, case.text, kind, labels=case.labels)]
+        assert scores == pytest.approx(case.scores, abs=1e-5)
+    assert found > 50
+
+
+def test_texts_of_one_request_are_answered_like_each_alone(client: TestClient) -> None:
+    texts = [case.text for case in gliner.cases("projected")]
+    answers = ask(client, [*texts, ""], "projected", threshold=0.1)
+    assert answers == [ask(client, text, "projected", threshold=0.1) for text in [*texts, ""]]
+    assert answers[-1] == ask(client, " \n ") == []
+
+
+def test_descriptions_are_read_in_place_of_labels(client: TestClient) -> None:
+    described = ask(client, TEXT, labels=dict(zip("abc", LABELS, strict=True)), threshold=0.1)
+    named = [
+        one | {"label": "abc"[LABELS.index(one["label"])]}
+        for one in ask(client, TEXT, threshold=0.1)
+    ]
+    assert described == named
+    assert named
+
+
+def test_a_word_without_tokens_moves_no_other(client: TestClient) -> None:
+    """WordPiece removes control characters; the library then shifts all later words."""
+    plain = ask(client, TEXT, "marker", threshold=0.05)
+    offset = len("\x01 ")
+    moved = [one | {"start": one["start"] - offset, "end": one["end"] - offset}
+             for one in ask(client, "\x01 " + TEXT, "marker", threshold=0.05)]  # fmt: skip
+    assert moved == plain
+    assert plain
+
+
+def test_names_of_special_tokens_are_text(client: TestClient) -> None:
+    labels = ["<<ENT>>", "[SEP]", "city"]
+    for model in ("span", "token"):
+        answer = ask(client, f"{TEXT} <<ENT>> [SEP]", model, labels=labels, threshold=0.01)
+        assert {one["label"] for one in answer} <= {*labels}
+
+
+@pytest.mark.parametrize("kind", ["span", "token", "marker"])
+def test_a_long_text_is_cut_or_divided(client: TestClient, kind: str) -> None:
+    """The marker kind reads 96 tokens; the others read 384 words."""
+    text = f"{TEXT} Rain and {TEXT} " * 30
+    cut = ask(client, text, kind, return_usage=True)
+    divided = ask(client, text, kind, return_usage=True, long_text="window")
+    assert cut["usage"][0]["used"] < cut["usage"][0]["tokens"] == divided["usage"][0]["used"]
+    windows = divided["usage"][0]["windows"]
+    assert all(end > start for (_, end), (start, _) in itertools.pairwise(windows))
+    assert (windows[0][0], windows[-1][1]) == (0, len(text.strip()))
+    for one in (found := divided["result"]):
+        assert one["text"] == text[one["start"] : one["end"]]
+    assert all(a["end"] <= b["start"] for a, b in itertools.pairwise(found))
+    assert max((one["start"] for one in found), default=windows[1][0]) >= windows[1][0]
+    short = ask(client, TEXT, kind, threshold=0.2)
+    assert ask(client, TEXT, kind, threshold=0.2, long_text="window") == short
+    refused = client.post(
+        "/entities",
+        json={
+            "inputs": text,
+            "model": kind,
+            "parameters": {"labels": LABELS, "long_text": "error"},
+        },
+    )
+    assert refused.headers["x-error-code"] == "text_too_long"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "code", "named"),
+    [
+        ({"labels": None}, "invalid_value", "labels is missing"),
+        ({"labels": []}, "empty_input", "labels is empty"),
+        ({"labels": {}}, "empty_input", "labels is empty"),
+        ({"labels": ["a", " "]}, "empty_input", "labels[1] is blank"),
+        ({"labels": {"a": "x", "b": ""}}, "empty_input", "labels[1] is blank"),
+        ({"labels": {"a": "x", "b": "x"}}, "invalid_value", "labels has two labels with one"),
+        ({"labels": ["a" * 201]}, "text_too_long", "labels[0] has 201 characters; the limit"),
+        ({"labels": list(map(str, range(101)))}, "limit_exceeded", "labels has 101 labels; the"),
+        ({"labels": ["ab " * 60 + str(n) for n in range(9)]}, "text_too_long", "half of"),
+        ({"threshold": 1.5}, "invalid_value", "threshold must be between 0 and 1, got 1.5"),
+    ],
+)
+def test_bad_parameters_are_refused_by_name(
+    client: TestClient, parameters: dict[str, Any], code: str, named: str
+) -> None:
+    body = {"inputs": TEXT, "parameters": {"labels": LABELS} | parameters, "model": "span"}
+    answer = client.post("/entities", json=body)
+    assert answer.headers["x-error-code"] == code, answer.text
+    assert named in answer.json()["error"]
+
+
+def test_costs_are_limited(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entities, "_MOST_PAIRS", 20)
+    assert "words times labels are 27; the limit" in ask(client, [TEXT, TEXT])["error"]
+    monkeypatch.undo()
+    monkeypatch.setattr(entities, "_MOST_CANDIDATES", 40)
+    for kind in ("span", "token"):
+        assert "exceed the threshold 0.0" in ask(client, TEXT, kind, threshold=0.0)["error"]
+    long = ask(client, f"{TEXT} " * 900, long_text="window")
+    assert "the windows hold" in long["error"]
+
+
+def test_gliners_own_route(client: TestClient) -> None:
+    body = {"text": TEXT, "labels": LABELS, "threshold": 0.1, "model": "span"}
+    answer = client.post("/gliner", json=body)
+    assert answer.json() == {"entities": ask(client, TEXT, threshold=0.1)}
+    for wrong, named in (
+        ({"labels": ["a" * 201]}, "labels[0] has 201"),
+        ({"relations": ["works at"]}, "relations is not supported"),
+        ({"adapter_id": "x"}, "adapter_id is not supported"),
+        ({"text": 5}, "text"),
+    ):
+        refused = client.post("/gliner", json=body | wrong)
+        assert refused.status_code == 400
+        assert refused.json().keys() == {"error"}
+        assert named in refused.json()["error"]
+
+
+def test_redaction_of_any_labels(client: TestClient) -> None:
+    def redact(text: str, **parameters: Any) -> Any:
+        body = {"inputs": text, "parameters": parameters, "model": "span"}
+        return client.post("/redact", json=body).json()
+
+    text = f"{TEXT} Write to ada@example.org."
+    found = ask(client, text, long_text="window", threshold=0.3)
+    answer = redact(text, labels=LABELS, min_score=0.3, patterns=["EMAIL"])
+    replaced = answer["replacements"]
+    assert found
+    for one in found:  # what overlaps is one place
+        assert any(r["start"] <= one["start"] and one["end"] <= r["end"] for r in replaced)
+    assert "ada@example.org" not in answer["text"]
+    undone = text
+    for one in reversed(replaced):
+        undone = undone[: one["start"]] + one["placeholder"] + undone[one["end"] :]
+    assert undone == answer["text"]
+    assert "labels is missing" in redact(text)["error"]
+    assert "no < or > within" in redact(text, labels=["<a"])["error"]
+    assert "label_set" in redact(text, labels=LABELS, label_set="x")["error"]
+
+
+CLIENT = """
+import sys
+from gliner.serve.client import GLiNERClient
+client = GLiNERClient(sys.argv[1])
+texts = ["Ada Lovelace worked with Charles Babbage in London.", "Rain"]
+found = client.predict(texts, ["person", "city", "date of birth"], threshold=0.1)
+alone = client.predict(texts[0], {"a": "person"}, flat_ner=False, multi_label=True)
+print([len(one["entities"]) for one in found], sorted(alone))
+"""
+
+
+@pytest.mark.slow
+def test_the_released_client_of_gliner(store: Path) -> None:
+    if not LIBRARY.exists():
+        pytest.skip(f"no {LIBRARY}: run scripts/gliner-environment")
+    with running_server(store, "--model", "span") as server:
+        done = subprocess.run(
+            [str(LIBRARY), "-c", CLIENT, server.url], capture_output=True, text=True
+        )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("]")[1].strip() == "['entities'", done.stdout
+
+
+@pytest.mark.slow
+def test_checkpoints_of_other_seeds(tmp_path: Path) -> None:
+    """Checkpoints that are not committed come out as in the library."""
+    if not LIBRARY.exists():
+        pytest.skip(f"no {LIBRARY}: run scripts/gliner-environment")
+    script = LIBRARY.parents[3] / "scripts/gliner-fixtures"
+    command = [str(LIBRARY), str(script), str(tmp_path), "--seeds", "3"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for seed in (1, 2):
+        store = Store(tmp_path / f"store-{seed}")
+        for kind in gliner.KINDS:
+            gliner.export_kind(kind, store, tmp_path, seed)
+        service = single_process(load_settings({"model_store": store.root}))
+        with TestClient(service, base_url="http://localhost") as client:
+            for kind in gliner.KINDS:
+                for case in gliner.cases(kind, tmp_path, seed):
+                    unique = list(dict.fromkeys(case.labels))
+                    for threshold, flat, multi, expected in case.decodings:
+                        answer = ask(
+                            client, case.text, kind, labels=case.labels, threshold=threshold,
+                            flat_ner=flat, multi_label=multi,
+                        )  # fmt: skip
+                        places = [[e["start"], e["end"], unique.index(e["label"])] for e in answer]
+                        assert places == expected, (kind, seed, case.text)

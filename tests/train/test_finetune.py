@@ -127,7 +127,8 @@ CASES = {
     "tags": Case("finetune-tokens", "--tagged", f"epochs = 12\n{ROWS}", "entity_f1", 0.9, *TAGS),
     "answers": Case("finetune-qa", "--questions", ANSWERS, "f1", 0.5, *SPANS),
 }
-COMMANDS = ("label", "tags", "answers")
+COMMANDS = {"label": "SEQ_CLS", "tags": "TOKEN_CLS", "answers": "QUESTION_ANS"}
+"""A case of each command, and peft's name of its task."""
 
 
 def one_epoch(name: str) -> str:
@@ -254,7 +255,7 @@ def test_peft_reads_an_adapter_and_exports_merge_it(name: str, bert: Path, tmp_p
     assert held_out(folder)[case.figure] > 0.6 * case.least
     assert not (folder / "model.safetensors").exists()
     described = json.loads((folder / "adapter_config.json").read_text())
-    assert described["r"] == 4
+    assert (described["r"], described["task_type"]) == (4, COMMANDS[name])
     assert described["base_model_name_or_path"] == str(bert.resolve())
     settings = {"num_labels": 2} if name == "answers" else labels_of(folder)
     base = case.kind.from_pretrained(bert, attn_implementation="eager", **settings)

@@ -1,8 +1,10 @@
-"""Refusals by their codes: `tests/http/error-wording.txt` has the wording."""
+"""Refusals by their codes, and tables of refusals with their wording."""
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -33,3 +35,20 @@ def refused(code: str, *figures: float, at: str | None = None) -> Iterator[None]
     assert (error.code, place) == (code, at)
     named = {float(number) for number in re.findall(r"-?\d+(?:\.\d+)?", message)}
     assert named >= set(figures), message
+
+
+def check_table(file: Path, outcome: Callable[[str, str], str]) -> None:
+    """Compare a table with what happens; each line is ``SERVER | REQUEST | OUTCOME``.
+
+    With ``REWRITE_WORDING=1`` in the environment, the table gets what happens.
+
+    Args:
+        file: the table.
+        outcome: returns the outcome of a request to a server.
+    """
+    lines = file.read_text().splitlines()
+    asked = [line.split(" | ")[:2] for line in lines]
+    found = [f"{server} | {sent} | {outcome(server, sent)}" for server, sent in asked]
+    if os.environ.get("REWRITE_WORDING"):
+        file.write_text("\n".join(found) + "\n")
+    assert found == lines

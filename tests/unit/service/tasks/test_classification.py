@@ -13,13 +13,11 @@ from cloze.service.errors import InvalidRequest
 from cloze.service.tasks.nsp import Candidates, Pair
 from cloze.service.tasks.task import TextUsage
 from cloze.service.tasks.text_classification import TextPair
-from tests.support.refusals import refused
 from tests.support.task_model import (
     LABELS,
     context,
     decoded,
     ids,
-    limited,
     prepared,
     tokens,
     types,
@@ -58,10 +56,6 @@ def test_fewer_labels_and_other_functions() -> None:
     assert [one.label for one in labels("sigmoid", 2)] == ["B-PER", "LOC"]
     assert labels("sigmoid", 1)[0].score == pytest.approx(1 / (1 + math.exp(-3)))
     assert labels("none", 1)[0].score == 3
-    labels("none", 50)
-    for top_k in (0, 51):
-        with refused("invalid_value", 1, 50, at="top_k"):
-            labels("none", top_k)
 
 
 @pytest.mark.parametrize(
@@ -107,9 +101,6 @@ def test_windows_of_a_long_text_have_the_mean_of_their_scores() -> None:
 def test_a_long_pair_has_no_windows() -> None:
     pair = TextPair(text="a b c d e", text_pair="f g h i")
     assert len(prepared("text-classification", pair, long_text="window").encodings) == 1
-    pair = TextPair(text="a b c d e", text_pair="f g h i j")
-    with refused("text_too_long", 13, at="inputs"):
-        prepared("text-classification", pair, long_text="window")
 
 
 def pair_outputs(*rows: list[float]) -> list[dict[str, Any]]:
@@ -140,11 +131,6 @@ def test_a_long_pair_is_cut_or_refused() -> None:
     request = prepared("nsp", pair, return_usage=True)
     assert tokens(request) == ["[CLS] a b c d [SEP] f g h i j [SEP]"]
     assert (request.truncated, request.usage) == (1, [TextUsage(13, 12)])
-    with refused("text_too_long", 13, at="inputs"):
-        prepared("nsp", pair, long_text="error")
-    prepared("nsp", Pair(text="a b c d e", next="f g h i"), long_text="error")
-    with refused("text_too_long", 13, at="inputs.candidates[0]"):
-        prepared("nsp", Candidates(text=pair.text, candidates=[pair.next]), long_text="error")
 
 
 def log_probabilities(*values: float) -> list[dict[str, Any]]:
@@ -179,9 +165,6 @@ def test_each_token_is_scored_behind_a_mask() -> None:
 
 
 def test_long_texts_are_scored_as_asked() -> None:
-    with refused("text_too_long", 13, 12, at="inputs"):
-        prepared("score", ELEVEN)
-    prepared("score", ELEVEN[:-2])
     cut = prepared("score", ELEVEN, long_text="truncate", return_usage=True)
     assert (len(cut.encodings), cut.truncated, cut.usage) == (10, 1, [TextUsage(13, 12)])
     around = prepared("score", ELEVEN + " l", long_text="window", return_usage=True)
@@ -189,20 +172,6 @@ def test_long_texts_are_scored_as_asked() -> None:
     assert tokens(around)[0] == "[CLS] [MASK] b c d e f g h i j [SEP]"
     assert tokens(around)[6] == "[CLS] b c d e f [MASK] h i j k [SEP]"
     assert tokens(around)[11] == "[CLS] c d e f g h i j k [MASK] [SEP]"
-
-
-def test_scores_are_limited() -> None:
-    # 2 texts of 4 tokens: 4 copies of 6 tokens each.
-    texts = ["a b c d", "e f g h"]
-    prepared("score", texts, limited(max_request_tokens=48, max_results=8))
-    with refused("limit_exceeded", 48, at="inputs[1]"):
-        prepared("score", texts, limited(max_request_tokens=47))
-    with refused("limit_exceeded", 8, 7):
-        prepared("score", texts, limited(max_results=7))
-    with refused("invalid_value", at="inputs"):
-        prepared("score", "the [MASK]")
-    with refused("invalid_value", at="inputs"):
-        prepared("score", " ")
 
 
 def token_outputs(*windows: list[list[float]]) -> list[dict[str, Any]]:
@@ -295,23 +264,9 @@ def test_windows_give_one_entity_where_they_overlap() -> None:
     assert [(e.word, round(e.score, 2)) for e in entities] == [("g", 0.97), ("k", 0.7)]
 
 
-@pytest.mark.parametrize(
-    ("parameters", "code", "at"),
-    [
-        ({"stride": -1}, "invalid_value", "stride"),
-        ({"stride": 10}, "invalid_value", "stride"),
-        ({"stride": 1, "long_text": "truncate"}, "invalid_value", None),
-        ({"stride": 1, "aggregation_strategy": "none"}, "invalid_value", None),
-        ({"long_text": "window", "aggregation_strategy": "none"}, "invalid_value", None),
-    ],
-)
-def test_contradicting_parameters(parameters: dict, code: str, at: str | None) -> None:
-    with refused(code, at=at):
-        prepared("token-classification", "a", **parameters)
+def test_windows_share_a_quarter_of_their_tokens() -> None:
     request = prepared("token-classification", ELEVEN, long_text="window")
-    assert tokens(request)[1] == "[CLS] i j k [SEP]"  # a quarter of ten tokens is shared
-    prepared("token-classification", "a", stride=0)
-    prepared("token-classification", "a", stride=9, long_text="window")
+    assert tokens(request)[1] == "[CLS] i j k [SEP]"  # of ten tokens, rounded down
 
 
 TWO_SETS = {

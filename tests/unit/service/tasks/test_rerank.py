@@ -8,7 +8,6 @@ import pytest
 from cloze.model_store.heads import ArrayResult
 from cloze.service.tasks import rerank
 from cloze.service.tasks.task import PreparedRequest, TaskContext
-from tests.support.refusals import refused
 from tests.support.task_model import CONTEXT, LABELS, context, tokens, types
 
 
@@ -93,11 +92,6 @@ def test_long_texts_are_cut_as_asked() -> None:
     assert tokens(asked([long], truncation_direction="left")) == [
         "[CLS] the door [SEP] d e f g h i j [SEP]"
     ]
-    for parameters in ({"truncate": False}, {"long_text": "error"}):
-        with refused("text_too_long", 15, 12, at="texts[0]"):
-            asked([long], **parameters)
-        with refused("text_too_long", 12, 10, at="texts[0]"):
-            asked([long], CONTEXT, **parameters)
 
 
 def test_a_long_text_is_sequences_of_its_own_beside_the_query() -> None:
@@ -118,17 +112,3 @@ def test_the_usage_is_that_of_the_texts_without_the_query() -> None:
     request = asked(["a b", "c"], CONTEXT, query="the door of", return_usage=True)
     assert request.usage is not None
     assert [text.tokens for text in request.usage] == [4, 3]
-
-
-def test_texts_are_limited_and_named() -> None:
-    asked(["a"] * 4)
-    with refused("limit_exceeded", 5, 4, at="texts"):
-        asked(["a"] * 5)
-    with refused("empty_input", at="texts"):
-        asked([])
-    with refused("empty_input", at="texts[1]"):
-        asked(["a", ""])
-    with refused("empty_input", at="query"):
-        asked(["a"], query="")
-    with refused("text_too_long", 201, 200, at="query"):
-        asked(["a"], query="a" * 201)

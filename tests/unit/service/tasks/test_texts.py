@@ -23,13 +23,6 @@ def test_the_choice_for_a_long_text(fields: dict, choice: str) -> None:
     assert TruncationParameters(**fields).rule().choice == choice
 
 
-@pytest.mark.parametrize(("truncate", "long_text"), [(True, "error"), (False, "truncate")])
-def test_contradicting_parameters_are_refused(truncate: bool, long_text: str) -> None:
-    parameters = TruncationParameters(truncate=truncate, long_text=long_text)
-    with refused("invalid_value"):
-        _ = parameters.rule().choice
-
-
 def test_one_input_or_a_list() -> None:
     assert LIMITS.checked("a" * 200) == [(INPUTS, "a" * 200)]
     assert LIMITS.checked([5, 6]) == [(INPUTS, [5, 6])]  # the token ids of one text

@@ -8,7 +8,6 @@ import pytest
 
 from cloze.model_store.heads import ArrayResult
 from cloze.service.tasks.task import PreparedRequest, TaskContext
-from tests.support.refusals import refused
 from tests.support.task_model import LABELS, LIMITS, context, decoded, prepared, tokens
 
 INFERENCES = {
@@ -74,34 +73,3 @@ def test_windows_have_room_beside_the_longest_label() -> None:
 
 def test_a_label_leaves_room_for_one_token_of_the_text() -> None:
     assert tokens(asked("a b", ["b c d e f g h"])) == ["[CLS] a [SEP] the b c d e f g h [SEP]"]
-    with refused("text_too_long", 9, at="candidate_labels[0]"):
-        asked("a b", ["b c d e f g h i"])
-
-
-def test_scores_and_tokens_of_a_request_are_limited() -> None:
-    texts, labels = ["a", "b"], ["red", "moon", "sun"]
-    asked(texts, labels, limited(max_results=6))
-    with refused("limit_exceeded", 6, 5):
-        asked(texts, labels, limited(max_results=5))
-    asked(texts, labels, limited(max_request_tokens=36))  # 6 pairs of 6 tokens
-    with refused("limit_exceeded", 36, 35, at="inputs[1]"):
-        asked(texts, labels, limited(max_request_tokens=35))
-    # A text is cut before its tokens count, and divided before they do.
-    long = "a b c d e f g h i j k l m"
-    asked(long, labels, limited(max_request_tokens=36))
-    asked(long, labels, limited(max_request_tokens=72), long_text="window")  # 6 pairs of 12
-    with refused("limit_exceeded", 72, 71, at="inputs"):
-        asked(long, labels, limited(max_request_tokens=71), long_text="window")
-
-
-def test_labels_and_templates_are_limited() -> None:
-    wide = limited(max_text_characters=5000)
-    asked("a", ["b" * 1000], wide)
-    with refused("text_too_long", 1001, 1000, at="candidate_labels[0]"):
-        asked("a", ["b" * 1001], wide)
-    template = "{}" + " " * 48
-    asked("a", ["b", "c", "d", "e"], template=template)
-    with refused("text_too_long", 4, 204, 200, at="hypothesis_template"):
-        asked("a", ["b", "c", "d", "e"], template=template + " ")
-    with refused("text_too_long", 202, at="hypothesis_template"):
-        asked("a", ["b"], template="{}" + " " * 200)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.refusals import error_of
 from tests.support.route_service import Service
 
 EMBEDDER = {"name": "small", "version": 1, "tasks": ("embed",), "heads": {}}
@@ -46,32 +45,6 @@ def test_what_ollama_s_clients_send_beside_a_text(service: Service) -> None:
     cut = service.post("/api/embed", body | {"dimensions": 2}).json()
     assert cut["embeddings"] == [[1, 0]]
     assert service.post("/api/embed", {"input": "the"}).json()["model"] == "tiny@3"
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "expected"),
-    [
-        ("/api/embed", {"input": ["a", ""]}, (400, "empty_input")),
-        ("/api/embed", {"input": "", "model": "x"}, (404, "model_not_found")),
-        ("/api/embed", {"input": ["a"] * 301}, (400, "limit_exceeded")),
-        ("/api/embed", {"input": "a b c d e f g h i j", "truncate": False}, (400, "text_too_long")),
-        ("/api/embed", {"input": "a", "dimensions": 9}, (400, "invalid_value")),
-        ("/api/embed", {"input": [5, 6]}, (400, "invalid_body")),
-        ("/api/embed", {"input": "a", "model": "x"}, (404, "model_not_found")),
-        ("/api/embeddings", {}, (400, "invalid_body")),
-        ("/api/show", {"model": "x:latest"}, (404, "model_not_found")),
-        ("/api/show", {}, (400, "invalid_body")),
-        ("/api/chat", {"model": "small"}, (404, "route_not_found")),
-    ],
-)
-def test_errors_in_ollama_s_shape(
-    service: Service, path: str, body: dict[str, Any], expected: tuple[int, str]
-) -> None:
-    response = service.post(path, body)
-    assert error_of(response) == expected
-    assert response.json().keys() == {"error"}
-    if expected[1] == "empty_input":
-        assert response.json()["error"].startswith("prompt" if "prompt" in body else "input")
 
 
 @pytest.mark.parametrize("empty", ["", []])

@@ -69,30 +69,6 @@ def test_a_model_that_only_classifies_classifies(tmp_path: Path) -> None:
         assert predictions(small) == [[[0.6, 0, 0.8, 0]]]
 
 
-@pytest.mark.parametrize(
-    ("instances", "message"),
-    [
-        ([], "instances is an empty list"),
-        ([{}], 'instances[0] has no field "inputs"'),
-        (["the", {"inputs": PAIR}], "instances[0] is for embed, and another one for qa"),
-        (["the", "[MASK]"], "instances[0].inputs holds no mask token"),
-        (["the", {"inputs": ["of", ""]}], "instances[1].inputs[1] is empty"),
-        (["the", {"inputs": []}], "instances[1].inputs is an empty list"),
-        (["the", {"inputs": ["of", 7]}], "instances.1.inputs"),
-        (["the", {"inputs": "of", "normalize": False}], "instances[1] has other fields"),
-        ([{"inputs": SENTENCES}] * 2, "instances has 2 instances; similarity takes one"),
-        ([{"inputs": "the", "type": "fly"}], "instances[0].type is none of the types fill-mask"),
-        (["the"] * 3 + [[1.5]], "instances has 4 texts; the limit is 3"),
-        (["the"] * 301, "instances has 301 texts; the limit is 300"),
-        ([{"inputs": "the", "model": "small"}], "instances[0].model is another model"),
-    ],
-)
-def test_a_refusal_names_the_instance(service: Service, instances: Any, message: str) -> None:
-    response = service.post(PREDICT, {"instances": instances})
-    assert response.status_code in (400, 422)
-    assert response.json()["error"].startswith(message)
-
-
 def test_nested_values_are_refused_and_not_compared_without_end(service: Service) -> None:
     nested: Any = "x"
     for _ in range(900):
@@ -116,9 +92,6 @@ def test_each_instance_does_not_read_all_parameters(tiny_store: Path) -> None:
 
 
 def test_errors_of_a_model_are_those_of_kserve(service: Service) -> None:
-    unknown = service.post("/v1/models/nobody:predict", {"instances": ["the"]})
-    assert unknown.status_code == 404
-    assert unknown.json()["error"].startswith("no model 'nobody' is served")
     assert "message" in service.get("/v1/models/nobody").json()["error"], "OpenAI's shape"
     assert len(service.post(f"/v1/models/{'a' * 3000}", {}).content) < 500
     model = service.get("/v1/models/tiny").json()

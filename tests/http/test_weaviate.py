@@ -52,30 +52,6 @@ def test_pooling_is_the_models_own_or_named(service: Service) -> None:
     assert other.headers["x-warning"].startswith("ignored pooling_strategy: cls@")
     own = service.post("/vectors", sent("the", pooling_strategy="cls") | {"model": "cls"})
     assert (own.status_code, "x-warning" in own.headers) == (200, False)
-    refused = service.post("/vectors", sent("the", pooling_strategy="max"))
-    assert refused.json() == {
-        "error": "config.pooling_strategy is 'max'; there are masked_mean, cls"
-    }
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (sent(""), "text is empty"),
-        ({}, "the body needs one of text and texts"),
-        ({"text": "the", "texts": ["of"]}, "the body needs one of text and texts"),
-        ({"texts": ["the", ""]}, "texts[1] is empty"),
-        ({"texts": ["the"] * 301}, "texts has 301 texts; the limit is 300"),
-        (sent("the", task_type="storm"), "config.task_type 'storm' is not one of query"),
-        (sent("the", dimensions=9), "config.dimensions must be between 1 and 4, got 9"),
-        ({"text": "the", "config": {"dimensions": "3"}}, "config.dimensions: Input should be"),
-    ],
-)
-def test_errors_have_weaviates_shape(service: Service, body: Any, message: str) -> None:
-    response = service.post("/vectors", body)
-    assert response.status_code in (400, 422)
-    assert response.json().keys() == {"error"}
-    assert response.json()["error"].startswith(message)
 
 
 def test_probes_and_meta(service: Service) -> None:

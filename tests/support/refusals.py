@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -52,3 +53,20 @@ def check_table(file: Path, outcome: Callable[[str, str], str]) -> None:
     if os.environ.get("REWRITE_WORDING"):
         file.write_text("\n".join(found) + "\n")
     assert found == lines
+
+
+def check_shape(path: str, error: Any) -> None:
+    """Check that an error has the shape of the protocol of a path."""
+    if path in ("/v1/embed", "/v2/embed"):
+        assert error.keys() == {"message"}, path
+    elif path in ("/v1/rerank", "/v2/rerank"):
+        assert error.keys() == {"error", "detail", "message"}, path
+    elif path.startswith(("/v2", "/api", "/vectors")):
+        assert error.keys() == {"error"}, path
+    elif path.startswith(("/v1", "/embeddings")) and ":predict" not in path:
+        assert error["error"].keys() == {"message", "type", "param", "code"}, path
+    elif path in ("/rerank", "/score", "/classify"):  # several protocols: each reads its own
+        keys = {"error", "error_type", "code", "message", "detail"}
+        assert error.keys() == keys, path
+    else:
+        assert error.keys() == {"error", "error_type", "code"}, path

@@ -18,10 +18,7 @@ from cloze.service.tasks.nsp import NspLabel, RankedCandidate
 from cloze.service.tasks.task import TextUsage
 from cloze.service.tasks.text_classification import LabelScore
 from tests.support.refusals import refused
-
-
-def packed(*texts: bytes) -> bytes:
-    return b"".join(struct.pack("<I", len(text)) + text for text in texts)
+from tests.support.tensor_requests import packed
 
 
 def test_the_json_ends_where_the_header_says() -> None:

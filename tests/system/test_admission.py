@@ -12,14 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.faulty import (
-    FAULTY,
-    at_once,
-    embed,
-    metric,
-    one_process,
-    wait_for_run,
-)
+from tests.support.faulty import FAULTY, at_once, embed, metric, one_process, wait_for_run
 from tests.support.refusals import error_of
 from tests.support.serving import Server, running_server
 from tests.support.waiting import wait_until

@@ -13,15 +13,7 @@ from cloze.service.errors import InvalidRequest
 from cloze.service.tasks.nsp import Candidates, Pair
 from cloze.service.tasks.task import TextUsage
 from cloze.service.tasks.text_classification import TextPair
-from tests.support.task_model import (
-    LABELS,
-    context,
-    decoded,
-    ids,
-    prepared,
-    tokens,
-    types,
-)
+from tests.support.task_model import LABELS, context, decoded, ids, prepared, tokens, types
 
 ELEVEN = "a b c d e f g h i j k"
 NLI = {"labels": ("contradiction", "entailment"), "problem_type": "single_label_classification"}

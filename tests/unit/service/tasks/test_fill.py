@@ -8,15 +8,7 @@ import pytest
 
 from cloze.model_store.heads.masked_lm import MaskedLMResult
 from cloze.service.tasks.task import TextUsage
-from tests.support.task_model import (
-    CONTEXT,
-    ID,
-    VOCABULARY,
-    decoded,
-    ids,
-    prepared,
-    tokens,
-)
+from tests.support.task_model import CONTEXT, ID, VOCABULARY, decoded, ids, prepared, tokens
 
 
 def request_of(encoding: Any) -> Any:

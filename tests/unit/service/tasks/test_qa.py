@@ -10,15 +10,7 @@ from cloze.model_store.heads.span import SpanOptions
 from cloze.service.tasks import TASKS
 from cloze.service.tasks.qa import QaPair
 from cloze.service.tasks.task import TextUsage
-from tests.support.task_model import (
-    context,
-    decoded,
-    limited,
-    manifest,
-    prepared,
-    tokens,
-    types,
-)
+from tests.support.task_model import context, decoded, limited, manifest, prepared, tokens, types
 
 # The model reads 12 tokens: [CLS], the question, [SEP], 7 tokens of a context, [SEP].
 ASKED = "who is"

@@ -14,16 +14,7 @@ from cloze.service.tasks.similarity import SimilarityInputs
 from cloze.service.tasks.task import TextUsage
 from cloze.service.tasks.text_classification import TextPair
 from tests.support.refusals import refused
-from tests.support.task_model import (
-    ID,
-    context,
-    decoded,
-    ids,
-    limited,
-    manifest,
-    prepared,
-    tokens,
-)
+from tests.support.task_model import ID, context, decoded, ids, limited, manifest, prepared, tokens
 
 LONG = "a b c d e f g h i j k"  # 13 tokens; the model reads 12, embeddings read 10
 

@@ -158,3 +158,12 @@ def test_who_may_reload(tmp_path: Path, service: Service) -> None:
         response = guarded.ask("POST", "/admin/reload")
         assert response.json() == changes, "the access control has checked the key"
         assert response.headers["content-type"] == "application/json"
+
+
+def test_probes_of_weaviate(service: Service) -> None:
+    for path in ("/.well-known/live", "/.well-known/ready"):
+        assert (service.get(path).status_code, service.get(path).content) == (204, b"")
+    service.state.draining = True
+    assert service.get("/.well-known/ready").status_code == 503
+    assert service.get("/.well-known/live").status_code == 204
+    service.state.draining = False

@@ -1,11 +1,9 @@
 """Requests of every protocol to a service in this process: what is read, run and answered."""
 
-import base64
 import json
 import re
 import struct
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,7 @@ from cloze.service.http.routes import RAW
 from cloze.service.protocols import protocol
 from cloze.service.tasks import TASKS
 from tests.support.refusals import error_of
-from tests.support.route_service import CLASSIFIER, EMBEDDER, OneLabel, Service
-from tests.support.task_model import ID
+from tests.support.route_service import CLASSIFIER, EMBEDDER, Service
 from tests.support.tensor_requests import binary, packed, sized, tensor
 
 RANKER = CLASSIFIER | {
@@ -54,30 +51,6 @@ def ok(response: httpx.Response) -> Any:
     return response.json()
 
 
-def test_parameters_are_fields_of_the_body_or_an_object_in_it(service: Service) -> None:
-    assert ok(service.post("/embed", {"inputs": "the", "normalize": False})) == [[3, 0, 4, 0]]
-    assert len(ok(service.post("/embed_all", {"inputs": "the", "normalize": False}))[0]) == 3
-    assert ok(service.post("/embed_sparse", {"inputs": "the", "top_k": 2}))[0][0]["index"] > 0
-    similar = {"inputs": {"source_sentence": "a", "sentences": ["b c", "d"]}}
-    assert ok(service.post("/similarity", similar)) == pytest.approx([0.8, 1.0])
-    named = similar | {"parameters": {"normalise": True}}
-    response = service.post("/similarity", named)
-    assert response.headers["x-warning"] == "ignored unknown fields: parameters.normalise"
-    masked = {"inputs": "a [MASK]"}
-    assert len(ok(service.post("/fill-mask", masked))) == 5
-    assert len(ok(service.post("/fill-mask", masked | {"parameters": {"top_k": 2}}))) == 2
-    assert len(ok(service.post("/fill-mask", masked | {"parameters": None}))) == 5
-    labels = {"inputs": "a", "parameters": {"top_k": 1}, "model": "tiny@2"}
-    assert [row["label"] for row in ok(service.post("/classify", labels))[0]] == ["O"]
-
-
-def test_which_routes_ignore_unknown_fields(service: Service) -> None:
-    for path in ("/embed", "/embed_all", "/embed_sparse"):
-        response = service.post(path, {"inputs": "the", "colour": 1})
-        assert response.headers["x-warning"] == "ignored unknown fields: colour", path
-    assert "x-warning" not in service.post("/embed", {"inputs": "the"}).headers
-
-
 def test_headers_of_an_answer(service: Service) -> None:
     response = service.post("/embed", {"inputs": ["the", "a b c d e f g h i j"], "model": "small"})
     seen = service.seen
@@ -96,6 +69,9 @@ def test_headers_of_an_answer(service: Service) -> None:
         assert int(response.headers[name]) == round(value), name
     ok(service.post("/tokenize", {"inputs": "the"}))
     assert (service.seen.tokens, service.seen.truncated) == (0, 0)
+    ollama, seen = ok(service.post("/api/embed", {"input": "the"})), service.seen
+    total_s = seen.tokenize_s + seen.queue_s + seen.inference_s
+    assert ollama["total_duration"] == int(1e9 * total_s)
 
 
 def test_the_model_that_a_request_names(service: Service) -> None:
@@ -196,21 +172,6 @@ def dispatched(service: Service, inputs: Any, **fields: Any) -> set[str]:
     return set(result) if isinstance(result, dict) else {type(result).__name__}
 
 
-def test_the_body_chooses_the_task(service: Service) -> None:
-    assert dispatched(service, "the") == {"float"}
-    assert dispatched(service, ["the", "a"]) == {"float"}
-    assert dispatched(service, [109, 110]) == {"float"}
-    assert "token_str" in dispatched(service, "the [MASK]")
-    assert "token_str" in dispatched(service, ["[MASK]", "a [MASK]"], parameters={"top_k": 1})
-    assert dispatched(service, {"question": "a", "context": "b"}) >= {"answer", "start"}
-    assert dispatched(service, [{"question": "a", "context": "b"}]) >= {"answer", "start"}
-    assert dispatched(service, {"source_sentence": "a", "sentences": ["b"]}) == {"float"}
-    assert dispatched(service, {"text": "a", "next": "b"}) == {"label", "score"}
-    assert dispatched(service, {"text": "a", "text_pair": "b"}) == {"label", "score"}
-    ok(service.post("/", {"inputs": "the", "model": "small"}))
-    assert service.seen.model == "small@1"
-
-
 def test_what_is_served_chooses_between_tasks_with_equal_bodies(tmp_path: Path) -> None:
     with Service(tmp_path, [CLASSIFIER]) as one:
         assert dispatched(one, "a", parameters={}) == {"label", "score"}
@@ -235,42 +196,6 @@ def test_rerank_needs_both_of_its_tasks(tmp_path: Path) -> None:
         assert made.post("/predict", {"inputs": "a"}).status_code == 200
 
 
-PAIR = {"source_sentence": "a", "sentences": ["b"]}
-
-
-def test_scores_say_what_they_are(service: Service) -> None:
-    """See `test_operations.py` for the kind of every task."""
-    labels = {"inputs": "a", "parameters": {"function_to_apply": "none"}}
-    cohere = {"texts": ["a"], "model": "tiny", "input_type": "query"}
-    for path, body, kind in (
-        ("/redact", {"inputs": "a"}, "probability"),
-        ("/classify", {"inputs": "a"}, "probability"),
-        ("/classify", labels, "raw score"),
-        ("/similarity", {"inputs": PAIR}, "cosine"),
-        ("/rerank", {"query": "a", "texts": ["b"]}, "cosine"),
-        ("/score", {"inputs": "a"}, "log-probability"),
-        ("/embed", {"inputs": "a"}, None),
-        ("/v2/embed", cohere, None),
-    ):
-        response = service.post(path, body)
-        ok(response)
-        assert response.headers.get("x-score-kind") == kind, path
-
-
-def test_labels_of_predict(service: Service) -> None:
-    one = ok(service.post("/predict", {"inputs": "a"}))
-    assert [row["label"] for row in one] == ["O", "B-PER", "LOC", "I-PER"]
-    assert one[3]["score"] < 0.1
-    assert ok(service.post("/predict", {"inputs": ["a"]})) == one
-    raw = ok(service.post("/predict", {"inputs": ["a", "b"], "raw_scores": True}))
-    assert raw[0] == {"label": "O", "score": 5.0}, "a pair is one sequence"
-    batch = ok(service.post("/predict", {"inputs": [["a"], ["a", "b"]], "raw_scores": True}))
-    assert [rows[0]["score"] for rows in batch] == [3.0, 5.0]
-    response = service.post("/predict", {"inputs": "a", "top_n": 3})
-    assert response.headers["x-warning"] == "ignored unknown fields: top_n"
-    ok(service.post("/predict", {"inputs": "a b c d e f g h i j k", "truncate": True}))
-
-
 @pytest.mark.parametrize("path", ["/predict", "/classify", "/embed", "/embed_all", "/embed_sparse"])
 def test_the_end_that_is_cut(service: Service, path: str) -> None:
     """The engine fails on the first word unless it is cut."""
@@ -283,54 +208,6 @@ def test_the_end_that_is_cut(service: Service, path: str) -> None:
     assert ask(truncation_direction="left").status_code == 200
     assert ask(truncation_direction="right").status_code == 500
     assert error_of(ask(truncate=False)) == (422, "text_too_long")
-
-
-def test_cohere_s_word_for_the_other_end(service: Service) -> None:
-    texts = ["war a b c d e f g h i j k"]
-    ok(service.post("/v2/embed", COHERE | {"texts": texts, "truncate": "START"}))
-
-
-def test_ranks_by_embeddings(service: Service) -> None:
-    body = {"query": "a", "texts": ["b c", "d"]}
-    response = service.post("/rerank", body)
-    assert response.headers["x-ranked-by"] == "similarity"
-    assert response.headers["content-type"] == "application/json"
-    rows = ok(response)
-    assert [row["index"] for row in rows] == [0, 1]
-    assert rows[0].keys() == {"index", "score"}
-    rows = ok(service.post("/rerank", body | {"return_text": True}))
-    assert [row["text"] for row in rows] == ["b c", "d"]
-    response = service.post("/rerank", body | {"truncation": 1})
-    assert response.headers["x-warning"] == "ignored unknown fields: truncation"
-
-
-def test_a_classifier_of_one_label_ranks_first(tmp_path: Path) -> None:
-    body = {"query": "a", "texts": ["b", "c d"], "raw_scores": True}
-    with Service(tmp_path, [{}, RANKER]) as made:
-        made.queues[1]._engine = OneLabel()  # type: ignore[attr-defined]
-        response = made.post("/rerank", body)
-        assert response.headers["x-ranked-by"] == "classifier"
-        assert ok(response) == [{"index": 1, "score": 6.0}, {"index": 0, "score": 5.0}]
-        response = made.post("/rerank", body | {"model": "tiny"})
-        assert response.headers["x-ranked-by"] == "similarity"
-
-
-def test_tokens_and_texts(service: Service) -> None:
-    [tokens] = ok(service.post("/tokenize", {"inputs": "the é"}))
-    assert [(t["text"], t["special"], t["start"], t["stop"]) for t in tokens] == [
-        ("[CLS]", True, None, None), ("the", False, 0, 3), ("é", False, 4, 6),
-        ("[SEP]", True, None, None),
-    ]  # fmt: skip
-    plain = {"inputs": ["the"], "prompt_name": "query", "add_special_tokens": False}
-    [tokens] = ok(service.post("/tokenize", plain))
-    assert [token["text"] for token in tokens] == ["ask", ":", "the"]
-    assert ok(service.post("/decode", {"ids": [[109], [109, 3]]})) == ["the", "the"]
-    kept = ok(service.post("/decode", {"ids": [109, 3], "skip_special_tokens": False}))
-    assert kept == ["the [SEP]"]
-    for path, body in (("/tokenize", {"inputs": "the"}), ("/decode", {"ids": [5]})):
-        response = service.post(path, body | {"model": "small", "x": 1})
-        assert response.headers["x-warning"] == "ignored unknown fields: x"
-        assert service.seen.model == "small@1"
 
 
 def test_which_models_may_answer_a_route(tmp_path: Path) -> None:
@@ -357,47 +234,6 @@ def test_which_models_may_answer_a_route(tmp_path: Path) -> None:
     assert models["/v2/models/{model}/versions/{version}/infer"] == every
     for path in ("/metrics", "/admin/reload", "/v1/models", "/v2", "/v2/models/{model}"):
         assert models[path] is None
-
-
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/embeddings"])
-def test_embeddings_in_openai_s_shape(service: Service, path: str) -> None:
-    body = {"input": ["the", "the king"], "model": "small"}
-    answer = ok(service.post(path, body))
-    assert answer.keys() == {"id", "object", "created", "data", "model", "usage"}
-    assert (answer["object"], answer["model"]) == ("list", "small")
-    assert answer["id"] == f"embd-{service.seen.identity.decode()}"
-    assert answer["usage"] == {"prompt_tokens": 7, "total_tokens": 7}
-    first, second = answer["data"]
-    assert (first["object"], first["index"], second["index"]) == ("embedding", 0, 1)
-    assert first["embedding"] == pytest.approx([0.6, 0, 0.8, 0])
-    encoded = ok(service.post(path, body | {"encoding_format": "base64"}))["data"][1]
-    vector = np.frombuffer(base64.b64decode(encoded["embedding"]), "<f4")
-    assert vector.tolist() == [0, 0, 1, 0]
-    for same in ({"encoding_format": "float"}, {"encoding_format": None}, {"modality": "text"}):
-        response = service.post(path, body | same)
-        assert ok(response)["data"] == answer["data"]
-    assert response.headers["x-warning"] == "ignored unknown fields: modality"
-    for unnamed in ({"model": None}, {}):
-        assert ok(service.post(path, {"input": "the"} | unnamed))["model"] == "tiny@3"
-    cut = ok(service.post(path, body | {"dimensions": 2, "user": "me"}))["data"][0]
-    assert cut["embedding"] == [1, 0]
-    assert len(ok(service.post(path, {"input": [109, 110], "model": "tiny"}))["data"]) == 1
-
-
-def test_embeddings_in_the_types_of_voyage_and_jina(service: Service) -> None:
-    def vectors(**fields: Any) -> list[Any]:
-        body = {"input": ["the", "the king"], "model": "small"} | fields
-        return [row["embedding"] for row in ok(service.post("/v1/embeddings", body))["data"]]
-
-    for named in ({"output_dtype": "ubinary"}, {"embedding_type": ["ubinary"]}):
-        assert vectors(**named) == [[0xA0], [0x20]]
-    assert vectors(encoding_type="binary") == [[32], [-96]]
-    encoded = vectors(encoding_format="base64", output_dtype="binary")
-    assert [np.frombuffer(base64.b64decode(one), np.int8).tolist() for one in encoded] == [
-        [32],
-        [-96],
-    ]
-    assert vectors(input=[{"text": "the"}, {"text": "of a"}]) == vectors(input=["the", "of a"])
 
 
 @pytest.mark.parametrize(
@@ -429,112 +265,15 @@ def test_a_task_chooses_the_prompt_of_a_model(
         assert (len(set(spaces)) == 1) == (prompt is None)
 
 
-def test_late_chunking_embeds_the_texts_as_parts_of_one(service: Service) -> None:
-    """The engine's vector of a token is its id."""
-    body = {"input": ["the of", "a", "in"], "model": "tiny", "normalized": False}
-    rows = ok(service.post("/v1/embeddings", body | {"late_chunking": True}))["data"]
-    expected = [(ID["the"] + ID["of"]) / 2, ID["a"], ID["in"]]
-    assert [row["embedding"][0] for row in rows] == expected
-    assert service.seen.tokens == 6
-    same = ok(service.post("/v1/embeddings", body | {"late_chunking": False}))["data"]
-    assert same == ok(service.post("/v1/embeddings", body))["data"] != rows
-
-
-def test_models_in_openai_s_shape(service: Service) -> None:
-    rows = ok(service.get("/v1/models"))
-    assert rows.keys() == {"object", "data"}
-    assert rows["object"] == "list"
-    names = ["tiny@3", "tiny", "small@1", "small", "tiny@2"]
-    assert [row["id"] for row in rows["data"]] == names
-    assert ok(service.get("/models")) == rows
-    one = {"id": "tiny@3", "object": "model", "created": 1_767_225_600, "owned_by": "cloze"}
-    one |= {"type": "base", "capabilities": {}}  # for Mistral's clients
-    one |= {name: rows["data"][0][name] for name in ("embedding_space", "embedding_spaces")}
-    assert one["embedding_spaces"]["embed"] == one["embedding_space"]
-    assert rows["data"][0] == one
-    for name in ("tiny", "tiny%403"):
-        assert ok(service.get(f"/v1/models/{name}")) == one | {"name": "tiny", "ready": True}
-    missing = service.get("/v1/models/x")
-    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
-    assert service.get("/v1/x").json()["error"]["type"] == "invalid_request_error"
-
-
 COHERE = {"texts": ["the", "the king"], "model": "small", "input_type": "document"}
-
-
-def test_embeddings_in_cohere_s_shape(service: Service) -> None:
-    response = service.post("/v2/embed", COHERE)
-    answer = ok(response)
-    assert answer == {
-        "id": answer["id"],
-        "response_type": "embeddings_by_type",
-        "embeddings": {"float": [pytest.approx([0.6, 0, 0.8, 0]), [0, 0, 1, 0]]},
-        "texts": ["the", "the king"],
-        "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": 7}},
-    }
-    assert answer["id"] == service.seen.identity.decode()
-    asked = COHERE | {"embedding_types": ["ubinary", "binary", "base64"]}
-    kinds = ok(service.post("/v2/embed", asked))["embeddings"]
-    assert (kinds["ubinary"], kinds["binary"]) == ([[0xA0], [0x20]], [[32], [-96]])
-    vector = np.frombuffer(base64.b64decode(kinds["base64"][1]), "<f4")
-    assert vector.tolist() == [0, 0, 1, 0]
-    cut = ok(service.post("/v2/embed", COHERE | {"output_dimension": 2, "priority": 3}))
-    assert cut["embeddings"]["float"][0] == [1, 0]
-    inputs = [{"content": [{"type": "text", "text": text}]} for text in COHERE["texts"]]
-    same = ok(service.post("/v2/embed", COHERE | {"texts": None, "inputs": inputs}))
-    assert same == answer | {"id": same["id"]}
-    response = service.post("/v2/embed", {"texts": ["the"], "input_type": None, "more": 1})
-    assert ok(response)["embeddings"]["float"] == answer["embeddings"]["float"][:1]
-    assert response.headers["x-warning"] == "ignored unknown fields: more"
-
-
-def test_embeddings_of_version_1_of_cohere_s_api(service: Service) -> None:
-    floats = ok(service.post("/v1/embed", COHERE | {"truncate": None}))
-    assert floats == {
-        "id": floats["id"],
-        "response_type": "embeddings_floats",
-        "embeddings": [pytest.approx([0.6, 0, 0.8, 0]), [0, 0, 1, 0]],
-        "texts": ["the", "the king"],
-        "meta": {"api_version": {"version": "1"}, "billed_units": {"input_tokens": 7}},
-    }
-    named = ok(service.post("/v1/embed", COHERE | {"embedding_types": ["float", "ubinary"]}))
-    assert named["response_type"] == "embeddings_by_type"
-    assert named["embeddings"] == {"float": floats["embeddings"], "ubinary": [[0xA0], [0x20]]}
 
 
 def infer(service: Service, model: str, *tensors: Any, **fields: Any) -> httpx.Response:
     return service.post(f"/v2/models/{model}/infer", {"inputs": list(tensors)} | fields)
 
 
-def test_an_answer_in_tensors(service: Service) -> None:
-    answer = ok(infer(service, "tiny.embed", tensor("text", "the", "a b"), id="mine"))
-    assert answer == {
-        "model_name": "tiny.embed", "model_version": "3", "id": "mine",
-        "outputs": [
-            {"name": "embedding", "shape": [2, 4], "datatype": "FP32",
-             "data": pytest.approx([0.6, 0, 0.8, 0, 0, 0, 1, 0])},
-            {"name": "count", "shape": [2], "datatype": "INT64", "data": [1, 1]},
-        ],
-    }  # fmt: skip
-    answer = ok(infer(service, "small.embed", tensor("text", "the"), outputs=[{"name": "count"}]))
-    assert "id" not in answer
-    assert [row["name"] for row in answer["outputs"]] == ["count"]
-    every = ok(infer(service, "small.embed", tensor("text", "the"), outputs=[]))
-    assert len(every["outputs"]) == 2
-    older = ok(
-        service.post("/v2/models/tiny.embed/versions/2/infer", {"inputs": [tensor("text", "a")]})
-    )
-    assert older["model_version"] == "2"
-    assert service.seen.model == "tiny@2"
-    parameters = {"parameters": {"normalize": False}}
-    assert ok(infer(service, "tiny.embed", tensor("text", "a"), **parameters))["outputs"][0][
-        "data"
-    ] == [3, 0, 4, 0]
-    column = tensor("text", "a", "b", shape=[2, 1], data=[["a"], ["b"]])
-    assert ok(infer(service, "tiny.embed", column))["outputs"][1]["data"] == [1, 1]
-    labels = ok(infer(service, "tiny.text-classification", tensor("text", "a")))["outputs"]
-    assert [row["name"] for row in labels] == ["result", "count", "label", "score"]
-    assert labels[2]["data"][0] == "O"
+def asked(name: str, **parameters: Any) -> dict[str, Any]:
+    return {"outputs": [{"name": name, "parameters": parameters}]}
 
 
 def test_bytes_in_and_out(service: Service) -> None:
@@ -554,8 +293,8 @@ def test_bytes_in_and_out(service: Service) -> None:
     def output(name: str, **parameters: bool) -> dict[str, Any]:
         return {"name": name, "parameters": parameters} if parameters else {"name": name}
 
-    asked = [output("answer", binary_data=True), output("count", binary_data=True), output("start")]
-    response, rows, rest = ask(outputs=asked)
+    some = [output("answer", binary_data=True), output("count", binary_data=True), output("start")]
+    response, rows, rest = ask(outputs=some)
     assert response.headers["content-type"] == RAW
     assert rows["start"] == {"name": "start", "shape": [2], "datatype": "INT64", "data": [0, 0]}
     assert rows["answer"]["parameters"] == {"binary_data_size": 10}
@@ -567,36 +306,11 @@ def test_bytes_in_and_out(service: Service) -> None:
     response, _, rest = ask()
     assert (response.headers["content-type"], rest) == ("application/json", b"")
     assert "inference-header-content-length" not in response.headers
-
-
-NSP = [tensor("text", "a"), tensor("next", "b")]
-
-
-def asked(name: str, **parameters: Any) -> dict[str, Any]:
-    return {"outputs": [{"name": name, "parameters": parameters}]}
-
-
-def test_scores_of_labels_are_asked_for_as_classes(service: Service) -> None:
-    """With the index of each label in the model, as Triton's clients read them."""
-
-    def classes(task: str, most: int, **more: Any) -> tuple[list[int], list[str]]:
-        texts = [tensor("text", "a", "a b c"), *more.pop("inputs", [])]
-        fields = asked("score", classification=most) | more
-        [row] = ok(infer(service, f"tiny.{task}", *texts, **fields))["outputs"]
-        assert (row["name"], row["datatype"]) == ("score", "BYTES")
-        return row["shape"], [re.sub(r"^[0-9.]+:", "", text) for text in row["data"]]
-
-    assert classes("nsp", 9, inputs=[tensor("next", "b", "b")]) == (
-        [2, 2], ["0:IsNext", "1:NotNext"] * 2,
-    )  # fmt: skip
-    best = ok(infer(service, "tiny.text-classification", tensor("text", "a")))["outputs"]
-    shape, named = classes("text-classification", 2)
-    assert shape == [2, 2]
-    assert named[0] == f"0:{best[2]['data'][0]}"
-    assert named[1].startswith("1:")
-    binary_one = asked("score", classification=1, binary_data=True)
-    response = infer(service, "tiny.nsp", *NSP, **binary_one)
-    assert response.content.endswith(packed("0.880797:0:IsNext"))
+    classes = asked("score", classification=1, binary_data=True)
+    pair = [tensor("text", "a"), tensor("next", "b")]
+    assert infer(service, "tiny.nsp", *pair, **classes).content.endswith(
+        packed("0.880797:0:IsNext")
+    )
 
 
 def test_what_other_clients_send_is_read_or_named(service: Service) -> None:
@@ -623,30 +337,6 @@ def test_what_other_clients_send_is_read_or_named(service: Service) -> None:
     )
     late = infer(service, "tiny.embed", tensor("text", "a"), parameters={"timeout": 1})
     assert late.status_code in (429, 503, 504)
-
-
-def test_what_is_said_of_a_model(service: Service) -> None:
-    assert ok(service.get("/v2")) == {
-        "name": "cloze", "version": version("cloze-server"), "extensions": ["binary_tensor_data", "classification"],
-    }  # fmt: skip
-    assert ok(service.get("/v2/models"))["models"][-2:] == ["small.embed", "small.similarity"]
-    assert len(ok(service.get("/v2/models"))["models"]) == len(TASKS) + 1, "each name once"
-    text = {"name": "text", "datatype": "BYTES", "shape": [-1]}
-    described = ok(service.get("/v2/models/tiny.embed"))
-    assert described == {
-        "name": "tiny.embed", "versions": ["3", "2"], "platform": "onnxruntime_onnx",
-        "inputs": [text],
-        "outputs": [
-            {"name": "embedding", "datatype": "FP32", "shape": [-1, -1]},
-            {"name": "count", "datatype": "INT64", "shape": [-1]},
-        ],
-    }  # fmt: skip
-    assert ok(service.get("/v2/models/small.embed"))["versions"] == ["1"]
-    assert ok(service.get("/v2/models/tiny.embed/versions/2"))["name"] == "tiny.embed"
-    assert service.get("/v2/models/tiny.embed/versions/9").status_code == 404
-    assert ok(service.get("/v2/models/tiny%2Eembed/ready")) == {"name": "tiny.embed", "ready": True}
-    assert ok(service.get("/v2/models/tiny.embed/versions/3/ready"))["ready"] is True
-    assert service.get("/v2/models/x.embed/ready").status_code == 404
 
 
 @pytest.mark.parametrize(

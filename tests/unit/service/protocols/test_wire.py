@@ -9,23 +9,22 @@ every route.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.heads import ArrayResult
+from cloze.service.tasks import TASKS
 from tests.support.refusals import check_shape, check_table
-from tests.support.route_service import EMBEDDER, OneLabel, Service
-from tests.support.task_model import manifest
+from tests.support.route_service import EMBEDDER, HandEngine, OneLabel, Service
 from tests.support.tensor_requests import binary, packed, sized, tensor
 
-HEAD = {"labels": ["relevance"], "problem_type": "single_label_classification"}
-RANKER = {
-    "name": "rank", "tasks": ("text-classification",), "embedding": None,
-    "heads": {"sequence_classification": HEAD},
-}  # fmt: skip
 NAMES = {"binary": binary, "packed": packed, "sized": sized, "tensor": tensor}
 ALIASES = {"nomic-embed-text": "small", "all-minilm:33m": "small"}
 TELLING = ("x-warning", "x-ranked-by", "x-score-kind", "x-truncated")
@@ -33,35 +32,56 @@ DIFFERENT = {"created", "total_duration"}
 """Fields of answers that are times; a model's time of creation is its own."""
 
 
+class TwoLabels(OneLabel):
+    """Has two logits: 1, and the length of the sequence."""
+
+    def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
+        rows = [np.array([1, len(encoding)], np.float32) for encoding in batch]
+        return [{"sequence_classification": ArrayResult(row)} for row in rows]
+
+
+def ranker(*labels: str, **section: Any) -> dict[str, Any]:
+    """Return a model that classifies texts."""
+    head = {"labels": labels, "problem_type": "single_label_classification"} | section
+    heads = {"sequence_classification": head}
+    return {"name": "rank", "tasks": ("text-classification",), "embedding": None, "heads": heads}
+
+
+EMBEDDING = {
+    "dimensions": 4, "pooling": "mean", "normalize": True, "max_tokens": 10, "projected": False,
+}  # fmt: skip
+MASKS = {"name": "masks", "tasks": ("fill-mask",), "embedding": None, "heads": {}}
+PROMPTS = EMBEDDING | {"prompts": {"query": "who of", "passage": ""}}
+CLS = {"name": "cls", "embedding": EMBEDDING | {"pooling": "cls"}}
+SERVICES: dict[str, tuple[Sequence[dict[str, Any]], HandEngine | None, dict[str, Any]]] = {
+    "tiny": (({}, EMBEDDER, {"version": 2}), None, {"aliases": ALIASES}),
+    "ranks": (({}, ranker("relevance")), OneLabel(), {}),
+    "two labels": (({}, ranker("no", "yes", reranks=True)), TwoLabels(), {}),
+    "classes": (({}, ranker("no", "yes")), TwoLabels(), {}),
+    "poolings": (({"embedding": PROMPTS}, CLS), None, {}),
+    "masks first": ((MASKS, {}), None, {}),
+    "only masks": ((MASKS, {}), None, {"tasks": {"fill-mask": TASKS["fill-mask"]}}),
+}
+"""Names of services: their models, the engine of the second model, and options."""
+
+
 @pytest.fixture(scope="module")
 def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Service]]:
-    folder, own = tmp_path_factory.mktemp("bundle"), manifest().embedding
-    assert own is not None
-    prompts = own.model_dump() | {"prompts": {"query": "who of", "passage": ""}}
-    cls: dict[str, Any] = {"name": "cls", "embedding": own.model_dump() | {"pooling": "cls"}}
-    with (
-        Service(folder, ({}, EMBEDDER, {"version": 2}), aliases=ALIASES) as tiny,
-        Service(folder, ({}, RANKER)) as ranks,
-        Service(folder, ({"embedding": prompts}, cls)) as poolings,
-    ):
-        ranks.queues[1]._engine = OneLabel()  # type: ignore[attr-defined]
-        yield {"tiny": tiny, "ranks": ranks, "poolings": poolings}
-
-
-def rounded(value: Any) -> Any:
-    """Return a value with the numbers in it rounded."""
-    if isinstance(value, dict):
-        return {name: rounded(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [rounded(each) for each in value]
-    return round(value, 4) if isinstance(value, float) else value
+    folder, made = tmp_path_factory.mktemp("bundle"), {}
+    with ExitStack() as stack:
+        for name, (models, engine, options) in SERVICES.items():
+            made[name] = stack.enter_context(Service(folder, models, **options))
+            if engine is not None:
+                made[name].queues[1]._engine = engine  # type: ignore[attr-defined]
+        yield made
 
 
 def shown(answer: Any, identity: str) -> str:
     """Return an answer without what differs per request, release or bundle."""
     if isinstance(answer, dict) and answer.get("object") != "model":
         answer = {name: value for name, value in answer.items() if name not in DIFFERENT}
-    text = json.dumps(rounded(answer), ensure_ascii=False, separators=(",", ":"))
+    text = json.dumps(answer, ensure_ascii=False, separators=(",", ":"))
+    text = re.sub(r"-?\d+\.\d+(e-\d+)?", lambda found: str(round(float(found[0]), 4)), text)
     text = text.replace(identity, "ID").replace(f'"{version("cloze-server")}"', '"VERSION"')
     return re.sub("[0-9a-f]{64}", "DIGEST", text)
 

@@ -44,20 +44,6 @@ def test_numbers_are_little_endian() -> None:
     assert tensors.write_tensor(big) == struct.pack("<2f", 1, 2)
 
 
-def test_rows_of_tensors_are_the_objects_of_a_task() -> None:
-    to_inputs = TaskTensors(TASKS["qa"]).to_inputs
-    made = to_inputs({"question": ["a", "b"], "context": ["c", "d"]})
-    assert [(one.question, one.context) for one in made] == [("a", "c"), ("b", "d")]
-    assert TaskTensors(TASKS["embed"]).to_inputs({"text": ["a", "b"]}) == ["a", "b"]
-    classify = TaskTensors(TASKS["text-classification"]).to_inputs
-    assert classify({"text": ["a"]}) == ["a"]
-    assert classify({"text": ["a"], "text_pair": ["b"]})[0].text_pair == "b"
-    one = TaskTensors(TASKS["similarity"]).to_inputs(
-        {"source_sentence": ["a"], "sentences": ["b", "c"]}
-    )
-    assert (one.source_sentence, one.sentences) == ("a", ["b", "c"])
-
-
 COMPARED = "source_sentence sentences"
 
 
@@ -71,15 +57,6 @@ def written(task: str, value: Any, asked: Sequence[str] = ()) -> dict[str, Any]:
 def test_a_column_that_some_entries_have() -> None:
     made = written("nsp", [[NspLabel("IsNext", 0.5)], [RankedCandidate(1, 0.25, "a")]])
     assert (made["index"], made["text"], made["label"]) == ([0, 1], ["", "a"], ["IsNext", ""])
-
-
-def test_vectors_and_their_counts() -> None:
-    assert written("embed", np.eye(2, dtype=np.float32)) == {
-        "embedding": [[1, 0], [0, 1]], "count": [1, 1],
-    }  # fmt: skip
-    several = [np.ones((2, 1), np.float32), np.zeros((1, 1), np.float32)]
-    assert written("embed-all", several) == {"embedding": [[1], [1], [0]], "count": [2, 1]}
-    assert written("embed-all", several, ["count"]) == {"count": [2, 1]}
 
 
 RAW = "application/octet-stream"

@@ -71,17 +71,6 @@ def test_leading_dimensions_are_kept_and_then_scaled() -> None:
     assert decoded("embed", whole, vectors([3, 4, 9, 9])).tolist() == [[3, 4, 9, 9]]
 
 
-def test_prompts_are_put_before_a_text() -> None:
-    request = prepared("embed", "the", prompt_name="query", return_usage=True)
-    assert tokens(request) == ["[CLS] ask : the [SEP]"]
-    assert request.usage == [TextUsage(5, 5)]
-    prompts = {"q": "ask ", "d": "say "}
-    model = context(embedding=recipe(prompts=prompts, default_prompt="q"))
-    for inputs in ("the", ids("the")):
-        assert tokens(prepared("embed", inputs, model)) == ["[CLS] ask the [SEP]"]
-    assert tokens(prepared("embed", "the", model, prompt_name="d")) == ["[CLS] say the [SEP]"]
-
-
 def test_ids_are_a_text_with_or_without_its_special_tokens() -> None:
     assert tokens(prepared("embed", ids("the door"))) == ["[CLS] the door [SEP]"]
     assert tokens(prepared("embed", [[CLS, *ids("the door"), SEP], "a"])) == [
@@ -96,37 +85,17 @@ def test_ids_are_a_text_with_or_without_its_special_tokens() -> None:
 
 def test_a_prompt_is_put_before_ids_as_before_a_text() -> None:
     """Else the name of their space would name a prompt that no vector has."""
-    for parameters in ({"prompt_name": "query"}, {"input_type": "query"}):
-        request = prepared("embed", ["a b", ids("a b"), [CLS, *ids("a b"), SEP]], **parameters)
-        assert tokens(request) == ["[CLS] ask : a b [SEP]"] * 3
+    request = prepared("embed", [[CLS, *ids("a b"), SEP]], prompt_name="query")
+    assert tokens(request) == ["[CLS] ask : a b [SEP]"]
     assert prepared("embed", [ids("a b")]).vectors != request.vectors
 
 
 def test_windows_have_the_mean_vector_by_their_tokens() -> None:
-    request = prepared(
-        "embed", ["a", f"{NINE} j k l"], long_text="window", return_usage=True, normalize=False
-    )
-    assert tokens(request) == [
-        "[CLS] a [SEP]",
-        "[CLS] a b c d e f g h [SEP]",
-        "[CLS] g h i j k l [SEP]",
-    ]
-    assert request.usage == [TextUsage(3, 3), TextUsage(14, 14, [(0, 15), (12, 23)])]
+    request = prepared("embed", ["a", f"{NINE} j k l"], long_text="window", normalize=False)
     result = decoded("embed", request, vectors([1, 2, 3, 4], [9, 0, 0, 0], [0, 9, 0, 0]))
     np.testing.assert_allclose(result[1], [5, 4, 0, 0], rtol=1e-6)
     assert result.dtype == np.float32
     assert result[0].tolist() == [1, 2, 3, 4], "exactly that of the only window"
-
-
-def test_windows_begin_with_the_prompt() -> None:
-    request = prepared("embed", NINE, long_text="window", prompt_name="query", return_usage=True)
-    assert tokens(request) == ["[CLS] ask : a b c d e f [SEP]", "[CLS] ask : f g h i [SEP]"]
-    assert request.usage == [TextUsage(13, 13, [(0, 11), (10, 17)])]
-    by_ids = prepared(
-        "embed", ids(NINE), long_text="window", prompt_name="query", return_usage=True
-    )
-    assert by_ids.usage == [TextUsage(13, 13)], "ids have no characters"
-    assert tokens(by_ids) == tokens(request)
 
 
 def layers_of(**parameters: Any) -> Any:

@@ -78,11 +78,6 @@ def test_each_text_has_the_entities_of_its_windows() -> None:
     assert [(e.entity_group, e.word) for e in second] == [("PER", "a")]
 
 
-def test_cut_texts_are_counted() -> None:
-    long = "a b c d e f g h i j k"
-    assert prepared("token-classification", [long, "a", long]).truncated == 2
-
-
 @pytest.mark.parametrize(
     ("text", "first", "second", "places"),
     [

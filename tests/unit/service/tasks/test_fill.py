@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from cloze.model_store.heads.masked_lm import MaskedLMResult
-from cloze.service.tasks.task import TextUsage
 from tests.support.task_model import CONTEXT, ID, VOCABULARY, decoded, ids, prepared, tokens
 
 
@@ -138,26 +137,6 @@ def test_an_original_has_its_probability_and_its_rank() -> None:
 
 
 NINE = "a b c d e f g h i"
-
-
-def test_a_long_text_is_cut_at_its_end() -> None:
-    request = prepared("fill-mask", [f"[MASK] {NINE} j k", f"[MASK] {NINE}"], return_usage=True)
-    assert tokens(request) == [f"[CLS] [MASK] {NINE} [SEP]"] * 2
-    assert (request.truncated, request.usage) == (1, [TextUsage(14, 12), TextUsage(12, 12)])
-
-
-def test_a_window_has_the_masks_in_its_middle() -> None:
-    text = "a b c d e f g h [MASK] i j k l m n o"
-    request = prepared("fill-mask", text, long_text="window", return_usage=True)
-    assert tokens(request) == ["[CLS] d e f g h [MASK] i j k l [SEP]"]
-    assert request.usage == [TextUsage(18, 12, [(6, 30)])]
-    assert text[6:30] == "d e f g h [MASK] i j k l"
-    assert request.truncated == 1
-    plain = text.replace("[MASK]", "x")
-    request = prepared("fill-mask", f"[MASK] {plain}", long_text="window")
-    assert tokens(request) == ["[CLS] [MASK] a b c d e f g h x [SEP]"]
-    request = prepared("fill-mask", f"{plain} [MASK]", long_text="window")
-    assert tokens(request) == ["[CLS] h x i j k l m n o [MASK] [SEP]"]
 
 
 def test_independent_fillings_are_the_best_products() -> None:

@@ -9,7 +9,7 @@ from cloze.model_store.heads import ArrayResult, HeadRequest
 from cloze.model_store.heads.multi_vector import LateInteraction
 from cloze.service.tasks import late_interaction, rerank
 from cloze.service.tasks.task import PreparedRequest, TaskContext
-from tests.support.task_model import ID, MASK, context, decoded, ids, prepared, tokens
+from tests.support.task_model import ID, MASK, context, decoded, prepared, tokens
 
 OPTIONS: dict[str, Any] = {
     "dimensions": 2,
@@ -90,14 +90,6 @@ def test_places_are_those_of_the_vectors() -> None:
     )
     assert tokens(cut) == ["[CLS] ! c d e f g [SEP]"]
     assert cut.state.offsets == [[None, None, *((n, n + 1) for n in range(4, 14, 2)), None]]
-
-
-def test_token_ids_and_roles() -> None:
-    request = prepared("embed-all", ids("[CLS] the door [SEP]"), MODEL)
-    assert tokens(request) == ["[CLS] ! the door [SEP]"]
-    for word in ("query", "search_query"):
-        asked = prepared("embed-all", "the", MODEL, input_type=word)
-        assert tokens(asked) == ["[CLS] ? the [SEP] [MASK] [MASK] [MASK]"]
 
 
 def test_rerank_takes_the_best_product_of_each_query_vector() -> None:

@@ -9,12 +9,11 @@ from cloze.model_store.heads import ArrayResult
 from cloze.model_store.heads.masked_lm import MaskedLMResult
 from cloze.service.tasks import TASKS
 from cloze.service.tasks.nsp import Candidates, Pair
-from cloze.service.tasks.qa import QaPair
 from cloze.service.tasks.similarity import SimilarityInputs
 from cloze.service.tasks.task import TextUsage
 from cloze.service.tasks.text_classification import TextPair
 from tests.support.refusals import refused
-from tests.support.task_model import ID, context, decoded, ids, limited, manifest, prepared, tokens
+from tests.support.task_model import ID, decoded, ids, prepared, tokens
 
 LONG = "a b c d e f g h i j k"  # 13 tokens; the model reads 12, embeddings read 10
 
@@ -32,61 +31,6 @@ def test_a_task_takes_an_empty_list_for_no_text(task: str) -> None:
         prepared(task, inputs)
 
 
-@pytest.mark.parametrize(
-    ("task", "read"),
-    [
-        ("text-classification", 12),
-        ("token-classification", 12),
-        ("embed", 10),
-        ("embed-all", 10),
-        ("embed-sparse", 10),
-    ],
-)
-def test_a_long_text_is_cut(task: str, read: int) -> None:
-    words, kept = LONG.split(), read - 2
-    request = prepared(task, [LONG, "a", LONG], return_usage=True)
-    assert tokens(request)[0] == f"[CLS] {' '.join(words[:kept])} [SEP]"
-    assert request.truncated == 2
-    assert request.usage == [TextUsage(13, read), TextUsage(3, 3), TextUsage(13, read)]
-    assert prepared(task, LONG).usage is None
-    whole = prepared(task, " ".join(words[:kept]), long_text="error")
-    assert (whole.truncated, whole.usage) == (0, None)
-    if task != "token-classification":
-        left = prepared(task, LONG, truncation_direction="left")
-        assert tokens(left) == [f"[CLS] {' '.join(words[-kept:])} [SEP]"]
-
-
-def test_the_word_of_a_request_overrules_the_end_that_the_tokenizer_cuts() -> None:
-    tokenizer = manifest().tokenizer.model_dump() | {"truncation_side": "left"}
-    model, words = context(tokenizer=tokenizer), LONG.split()
-    for asked, kept in ((None, words[-8:]), ("left", words[-8:]), ("right", words[:8])):
-        request = prepared("embed", LONG, model, truncation_direction=asked)
-        assert tokens(request) == [f"[CLS] {' '.join(kept)} [SEP]"]
-
-
-def test_cut_pairs_are_counted() -> None:
-    pairs = [Pair(text=LONG, next="a"), Pair(text="a", next="b"), Pair(text="a", next=LONG)]
-    request = prepared("nsp", pairs, return_usage=True)
-    assert request.truncated == 2
-    assert request.usage == [TextUsage(15, 12), TextUsage(5, 5), TextUsage(15, 12)]
-    labelled = [TextPair(text=LONG, text_pair="a"), "a", TextPair(text="a", text_pair=LONG)]
-    assert prepared("text-classification", labelled).truncated == 2
-    assert prepared("score", [LONG, "a", LONG], long_text="truncate").truncated == 2
-    texts = [f"[MASK] {LONG}", "[MASK]", f"[MASK] {LONG}"]
-    assert prepared("fill-mask", texts).truncated == 2
-    questions = [QaPair(question="a", context=LONG), QaPair(question="b", context="a")]
-    assert prepared("qa", questions, long_text="truncate").truncated == 1
-
-
-def test_compared_texts_that_are_cut_are_counted() -> None:
-    inputs = compared(LONG, "a", LONG)
-    for details in (True, False):
-        request = prepared("similarity", inputs, details=details, return_usage=True)
-        assert request.truncated == 2
-        assert request.usage == [TextUsage(13, 10), TextUsage(3, 3), TextUsage(13, 10)]
-        assert prepared("similarity", inputs, details=details).usage is None
-
-
 def test_spans_of_a_text_that_is_cut() -> None:
     request = prepared("embed", LONG, spans=[(0, 1)], return_usage=True)
     assert (request.truncated, request.usage) == (1, [TextUsage(13, 10)])
@@ -94,34 +38,6 @@ def test_spans_of_a_text_that_is_cut() -> None:
     rows = np.arange(10, dtype=np.float32)[:, None]
     [vector] = decoded("embed", kept, [{"token_embedding": ArrayResult(rows)}])
     assert vector.tolist() == [8]
-
-
-@pytest.mark.parametrize(
-    ("task", "inputs", "parameters", "rows"),
-    [
-        ("text-classification", ["a", "b"], {}, 2),  # one row per sequence
-        ("text-classification", LONG, {"long_text": "window"}, 2),
-        ("nsp", Pair(text="a", next="b"), {}, 1),
-        ("embed", "a", {"layers": "concat-last-four"}, 4),
-        ("embed-all", ["a", "b c"], {}, 3 + 4),  # one row per token
-        ("qa", QaPair(question="a", context="b c"), {"top_k": 2}, 6 + 2),
-        ("embed-sparse", ["a", "b"], {"top_k": 3}, 6),
-        ("fill-mask", ["[MASK]", "[MASK] a [MASK]"], {"targets": ["sun", "moon", "red"]}, 9),
-        ("fill-mask", "[MASK]", {"original": "sun"}, len(ID)),
-        ("score", "a b", {}, 2),
-    ],
-)
-def test_the_rows_of_an_answer_are_those_that_heads_return(
-    task: str, inputs: Any, parameters: dict[str, Any], rows: int
-) -> None:
-    assert prepared(task, inputs, **parameters).answer_rows == rows
-
-
-def test_a_row_that_is_shown_with_a_long_text_counts_more() -> None:
-    wide = limited(max_tokens=512, max_text_characters=10_000, max_request_tokens=10**6)
-    text = "[MASK] " + "a " * 317  # 320 tokens
-    assert prepared("fill-mask", text, wide, top_k=3).answer_rows == 3 * 20
-    assert prepared("token-classification", text, wide).answer_rows == 320
 
 
 @pytest.mark.parametrize(
@@ -199,15 +115,6 @@ def test_each_original_belongs_to_its_text() -> None:
     assert (first.original.token_str, first.original.rank) == ("sun", 1)
     assert (second.original.token_str, second.original.rank) == ("moon", 2)
     assert second.predictions[0].sequence == "b sun"
-
-
-def test_a_model_without_a_recipe_reads_as_much_as_it_can() -> None:
-    rest = [task for task in manifest().tasks if not task.startswith("embed")]
-    model = context(tasks=rest, embedding=None)
-    request = prepared("embed-sparse", LONG, model, return_usage=True)
-    assert request.usage == [TextUsage(13, 12)]
-    with refused("invalid_value", at="prompt_name"):
-        prepared("embed-sparse", "a", model, prompt_name="query")
 
 
 def test_parameters_that_are_left_out_have_no_value() -> None:

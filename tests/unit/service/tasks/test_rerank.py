@@ -84,16 +84,6 @@ def test_saturated_scores_keep_the_order_of_their_logits() -> None:
     assert [r.index for r in equal.ranks] == [0, 2, 3, 1]
 
 
-def test_long_texts_are_cut_as_asked() -> None:
-    long = "a b c d e f g h i j"  # 15 tokens with the query and the special tokens
-    request = asked([long])
-    assert tokens(request) == ["[CLS] the door [SEP] a b c d e f g [SEP]"]
-    assert request.truncated == 1
-    assert tokens(asked([long], truncation_direction="left")) == [
-        "[CLS] the door [SEP] d e f g h i j [SEP]"
-    ]
-
-
 def test_a_long_text_is_sequences_of_its_own_beside_the_query() -> None:
     """The queue takes these by turns, so that a text has no more of a batch than others have."""
     request = asked(["a b c d e f g h i j", "k"], long_text="window", return_usage=True)
@@ -106,9 +96,3 @@ def test_a_long_text_is_sequences_of_its_own_beside_the_query() -> None:
     assert [text.windows for text in request.usage] == [[(0, 13), (12, 19)], None]
     ranks = rerank.decode(request.state, logits(1, 3, 2), CLASSIFIER).ranks
     assert [(r.index, r.window) for r in ranks] == [(0, (12, 19)), (1, None)]
-
-
-def test_the_usage_is_that_of_the_texts_without_the_query() -> None:
-    request = asked(["a b", "c"], CONTEXT, query="the door of", return_usage=True)
-    assert request.usage is not None
-    assert [text.tokens for text in request.usage] == [4, 3]

@@ -1,8 +1,10 @@
-"""What tasks refuse, and what they only just accept: `refusals.txt` has one line per request.
+"""What tasks make of requests, and what they refuse: `requests.txt` has one line per request.
 
-A line names the model, the request in Python, and "accepted" or the code and the words of the
-error. A request is a task, inputs, parameters, and changes of the limits if there are any. To
-accept other words, run this test with ``REWRITE_WORDING=1`` and read the difference.
+A line names the model, the request in Python, and what is prepared or the code and the words of the
+error. A request is a task, inputs, parameters, and changes of the limits if there are any. Of what
+is prepared, the line has the rows of the answer, how many texts are cut, the usage if the request
+asks for it, and the tokens of the first encodings, with how many are of the second type. To accept other lines, run this test with
+``REWRITE_WORDING=1`` and read the difference.
 """
 
 from dataclasses import replace
@@ -13,10 +15,19 @@ from pydantic import TypeAdapter
 
 from cloze.service.errors import RequestError
 from cloze.service.tasks import TASKS, rerank
-from cloze.service.tasks.task import Task
+from cloze.service.tasks.task import Task, TextUsage
 from cloze.service.tasks.token_ids import DECODE, TOKENIZE
 from tests.support.refusals import check_table
-from tests.support.task_model import CONTEXT, ID, LABELS, MASK, VOCABULARY, context, manifest
+from tests.support.task_model import (
+    CONTEXT,
+    ID,
+    LABELS,
+    MASK,
+    VOCABULARY,
+    context,
+    manifest,
+    tokens,
+)
 
 ALL: dict[str, Task] = {**TASKS, "rerank": rerank.TASK, "tokenize": TOKENIZE, "decode": DECODE}
 
@@ -41,6 +52,18 @@ def classifier(*labels: str) -> dict[str, Any]:
 
 MODELS = {
     "tiny": CONTEXT,
+    "cuts the start": context(
+        tokenizer=manifest().tokenizer.model_dump() | {"truncation_side": "left"}
+    ),
+    "two separators": context(
+        tokenizer=manifest().tokenizer.model_dump() | {"pair_separators": 2, "second_type": 0}
+    ),
+    "default prompt": context(
+        embedding=EMBEDDING | {"prompts": {"q": "ask ", "d": "say "}, "default_prompt": "q"}
+    ),
+    "no recipe": context(
+        tasks=[task for task in manifest().tasks if not task.startswith("embed")], embedding=None
+    ),
     "no prompts": context(embedding=EMBEDDING),
     "projected": context(embedding=EMBEDDING | {"projected": True}),
     "perhaps projected": context(embedding=EMBEDDING | {"projected": None}),
@@ -54,6 +77,14 @@ MODELS = {
 }
 
 
+SHOWN = 12
+"""Encodings of which a line has the tokens."""
+
+
+def shown(usage: TextUsage) -> str:
+    return f", windows {usage.windows}" if usage.windows else ""
+
+
 def outcome(model: str, request: str) -> str:
     name, inputs, parameters, *limits = eval(request, {"VOCABULARY": len(VOCABULARY)})
     task, served = ALL[name], MODELS[model]
@@ -61,11 +92,17 @@ def outcome(model: str, request: str) -> str:
         served = replace(served, limits=replace(served.limits, **limits[0]))
     validated = TypeAdapter(task.inputs).validate_python(inputs)
     try:
-        task.prepare(validated, task.parameters.model_validate(parameters), served)
+        made = task.prepare(validated, task.parameters.model_validate(parameters), served)
     except RequestError as error:
         return f"{error.code} | {error}"
-    return "accepted"
+    usage = [f"{used.tokens} tokens, {used.used} used{shown(used)}" for used in made.usage or ()]
+    second = [int(one.token_type_ids.sum()) for one in made.encodings]
+    first = [
+        f"{text} ({count} of the second type)" if count else text
+        for text, count in zip(tokens(made), second, strict=True)
+    ][:SHOWN]
+    return " | ".join([f"{made.answer_rows} rows, {made.truncated} cut", *usage, *first])
 
 
-def test_what_is_refused_and_what_is_just_accepted() -> None:
-    check_table(Path(__file__).with_name("refusals.txt"), outcome)
+def test_each_request_is_prepared_or_refused() -> None:
+    check_table(Path(__file__).with_name("requests.txt"), outcome)

@@ -39,13 +39,6 @@ def test_invocations_are_requests_of_other_routes(service: Service) -> None:
     assert vectors.headers["x-shape"] == "1,4"
 
 
-def test_ping_is_readiness(service: Service) -> None:
-    assert service.get("/ping").status_code == 200
-    service.state.draining = True
-    assert service.get("/ping").status_code == 503
-    service.state.draining = False
-
-
 def test_the_image_serves_as_it_is_started(tmp_path: Path) -> None:
     """Each cloud's way to start it; without one, and with arguments, as `cloze serve` does."""
 

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from cloze.service.service import single_process
 from cloze.service.settings import load_settings
-from tests.support.route_service import CLASSIFIER, EMBEDDER, MAX_TEXTS, Service
+from tests.support.route_service import EMBEDDER, MAX_TEXTS, Service
 
 PREDICT = "/v1/models/tiny:predict"
 PAIR = {"question": "the", "context": "of"}
@@ -45,28 +45,6 @@ def test_a_prediction_is_the_native_answer(service: Service, path: str) -> None:
         assert service.engine.runs - runs < 8
         assert found == [service.post(route, {"inputs": one}).json() for one in all_inputs]
     assert predictions(service.post(path, {"instances": ["the"]})) == [[[0.6, 0, 0.8, 0]]]
-
-
-def test_parameters_are_those_of_the_request_and_of_the_instances(service: Service) -> None:
-    raw = {"inputs": "the", "parameters": {"normalize": False}}
-    body = {"instances": [raw, raw], "parameters": {"normalize": True, "dimensions": 3}, "mine": 1}
-    response = service.post("/vertex", body, accept="application/octet-stream")
-    assert predictions(response) == [[[3, 0, 4]]] * 2
-    assert response.headers["x-warning"] == "ignored unknown fields: mine"
-    masks = {"instances": ["a [MASK]", "[MASK]"], "parameters": {"top_k": 2, "return_usage": True}}
-    found = predictions(service.post(PREDICT, masks))
-    assert [len(one["result"]) for one in found] == [2, 2]
-    assert [one["usage"][0]["tokens"] for one in found] == [4, 3]
-    typed = {"inputs": "the", "type": "text_classification", "parameters": {"top_k": 1}}
-    assert len(predictions(service.post("/vertex", {"instances": [typed, typed]}))[1][0]) == 1
-
-
-def test_a_model_that_only_classifies_classifies(tmp_path: Path) -> None:
-    with Service(tmp_path, (EMBEDDER, CLASSIFIER)) as service:
-        found = predictions(service.post("/v1/models/classes:predict", {"instances": ["the"]}))
-        assert [row["label"] for row in found[0][0]] == ["a", "b", "d", "c"]
-        small = service.post("/v1/models/small:predict", {"instances": ["the"]})
-        assert predictions(small) == [[[0.6, 0, 0.8, 0]]]
 
 
 def test_nested_values_are_refused_and_not_compared_without_end(service: Service) -> None:

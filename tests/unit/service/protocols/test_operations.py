@@ -43,6 +43,9 @@ def states() -> dict[str, State]:
         ("/v2/health/live", {"healthy": 200, "draining": 200, "dead": 503, "restarting": 200}),
         ("/v2/health/ready", {"healthy": 200, "draining": 503, "dead": 503, "restarting": 503}),
         ("/v2/models/tiny.embed/ready", {"healthy": 200, "draining": 503, "dead": 503}),
+        ("/ping", {"healthy": 200, "draining": 503, "dead": 503}),
+        ("/.well-known/live", {"healthy": 204, "draining": 204, "dead": 503, "restarting": 204}),
+        ("/.well-known/ready", {"healthy": 204, "draining": 503, "dead": 503}),
     ],
 )
 def test_probes_follow_the_state(service: Service, path: str, statuses: dict[str, int]) -> None:
@@ -63,6 +66,8 @@ def test_answers_of_probes(service: Service) -> None:
         ("/health", b""),
         ("/v2/health/live", b'{"live":true}'),
         ("/v2/health/ready", b'{"ready":true}'),
+        ("/.well-known/live", b""),
+        ("/.well-known/ready", b""),
     ):
         assert service.get(path).content == body
 
@@ -106,12 +111,3 @@ def test_who_may_reload(tmp_path: Path, service: Service) -> None:
         response = guarded.ask("POST", "/admin/reload")
         assert response.json() == changes, "the access control has checked the key"
         assert response.headers["content-type"] == "application/json"
-
-
-def test_probes_of_weaviate(service: Service) -> None:
-    for path in ("/.well-known/live", "/.well-known/ready"):
-        assert (service.get(path).status_code, service.get(path).content) == (204, b"")
-    service.state.draining = True
-    assert service.get("/.well-known/ready").status_code == 503
-    assert service.get("/.well-known/live").status_code == 204
-    service.state.draining = False

@@ -22,7 +22,7 @@ from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import ArrayResult
 from cloze.service.tasks import TASKS
 from tests.support.refusals import check_shape, check_table
-from tests.support.route_service import EMBEDDER, HandEngine, OneLabel, Service
+from tests.support.route_service import CLASSIFIER, EMBEDDER, HandEngine, OneLabel, Service
 from tests.support.tensor_requests import binary, packed, sized, tensor
 
 NAMES = {"binary": binary, "packed": packed, "sized": sized, "tensor": tensor}
@@ -59,6 +59,7 @@ SERVICES: dict[str, tuple[Sequence[dict[str, Any]], HandEngine | None, dict[str,
     "two labels": (({}, ranker("no", "yes", reranks=True)), TwoLabels(), {}),
     "classes": (({}, ranker("no", "yes")), TwoLabels(), {}),
     "poolings": (({"embedding": PROMPTS}, CLS), None, {}),
+    "classifies": ((EMBEDDER, CLASSIFIER), None, {}),
     "masks first": ((MASKS, {}), None, {}),
     "only masks": ((MASKS, {}), None, {"tasks": {"fill-mask": TASKS["fill-mask"]}}),
 }

@@ -250,7 +250,8 @@ def test_a_label_alone_is_judged_against_its_contradiction() -> None:
     """The first label entails, so the last one contradicts, as in transformers."""
     labels = {"labels": ("ENTAILMENT", "neutral", "contradiction")}
     model = context(heads=TAGS | {"sequence_classification": NLI | labels})
-    request = prepared(ZERO_SHOT, "a", model, candidate_labels=["red"])
+    named = {"candidate_labels": ["red"], "hypothesis_template": "the {}"}
+    request = prepared(ZERO_SHOT, "a", model, **named)
     [[best]] = decoded(ZERO_SHOT, request, label_outputs([1, 50, 0]), model)
     assert best.score == pytest.approx(1 / (1 + math.exp(-1)))
 

@@ -1,10 +1,12 @@
 """What tasks make of requests, and what they refuse: `requests.txt` has one line per request.
 
 A line names the model, the request in Python, and what is prepared or the code and the words of the
-error. A request is a task, inputs, parameters, and changes of the limits if there are any. Of what
-is prepared, the line has the rows of the answer, how many texts are cut, the usage if the request
-asks for it, and the tokens of the first encodings, with how many are of the second type. To accept other lines, run this test with
-``REWRITE_WORDING=1`` and read the difference.
+error. A request is a task, inputs, parameters, and changes of the limits if there are any.
+
+Of what is prepared, a line has the numbers of texts, of rows of the answer and of texts that are
+cut; whether a thread prepares the request; the heads; the usage if the request asks for it; and the
+tokens of the first encodings, with how many of them are of the second type. To accept other lines,
+run this test with ``REWRITE_WORDING=1`` and read the difference.
 """
 
 from dataclasses import replace
@@ -92,7 +94,8 @@ def outcome(model: str, request: str) -> str:
         served = replace(served, limits=replace(served.limits, **limits[0]))
     validated = TypeAdapter(task.inputs).validate_python(inputs)
     try:
-        made = task.prepare(validated, task.parameters.model_validate(parameters), served)
+        given = task.parameters.model_validate(parameters)
+        made = task.prepare(validated, given, served)
     except RequestError as error:
         return f"{error.code} | {error}"
     usage = [f"{used.tokens} tokens, {used.used} used{shown(used)}" for used in made.usage or ()]
@@ -101,7 +104,10 @@ def outcome(model: str, request: str) -> str:
         f"{text} ({count} of the second type)" if count else text
         for text, count in zip(tokens(made), second, strict=True)
     ][:SHOWN]
-    return " | ".join([f"{made.answer_rows} rows, {made.truncated} cut", *usage, *first])
+    heads = dict.fromkeys(" and ".join(sorted(one.requests)) for one in made.encodings)
+    thread = ", on a thread" if task.needs_thread(given) else ""
+    counts = f"{made.texts} texts, {made.answer_rows} rows, {made.truncated} cut{thread}"
+    return " | ".join([counts, "; ".join(heads), *usage, *first])
 
 
 def test_each_request_is_prepared_or_refused() -> None:

@@ -1,7 +1,5 @@
 """What all tasks do with the texts of a request: names in errors, what was cut, what it costs."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -11,7 +9,6 @@ from cloze.service.tasks import TASKS
 from cloze.service.tasks.nsp import Candidates, Pair
 from cloze.service.tasks.similarity import SimilarityInputs
 from cloze.service.tasks.task import TextUsage
-from cloze.service.tasks.text_classification import TextPair
 from tests.support.refusals import refused
 from tests.support.task_model import ID, decoded, ids, prepared, tokens
 
@@ -38,46 +35,6 @@ def test_spans_of_a_text_that_is_cut() -> None:
     rows = np.arange(10, dtype=np.float32)[:, None]
     [vector] = decoded("embed", kept, [{"token_embedding": ArrayResult(rows)}])
     assert vector.tolist() == [8]
-
-
-@pytest.mark.parametrize(
-    ("task", "parameters"),
-    [
-        ("embed", {"spans": [(0, 1)]}),
-        ("redact", {"patterns": ["EMAIL"]}),
-        ("fill-mask", {"decode": "beam"}),
-        ("fill-mask", {"targets": ["a"], "targets_as": "words"}),
-        ("fill-mask", {"original": "a"}),
-    ],
-)
-def test_only_some_requests_take_long(task: str, parameters: dict[str, Any]) -> None:
-    for name, one in TASKS.items():
-        takes_long = name in ("score", "zero-shot-classification")
-        assert one.needs_thread(one.parameters()) == takes_long, name
-    fill = TASKS["fill-mask"]
-    assert not fill.needs_thread(fill.parameters(targets=["a"]))
-    assert TASKS[task].needs_thread(TASKS[task].parameters.model_validate(parameters))
-
-
-@pytest.mark.parametrize(
-    ("task", "inputs", "parameters"),
-    [
-        ("score", ["a", "b"], {}),
-        ("embed", ["a", LONG], {"long_text": "window"}),
-        ("embed-all", ["a", "b"], {}),
-        ("nsp", [Pair(text="a", next="b"), Pair(text="b", next="a")], {}),
-        ("similarity", compared("a", "b"), {}),
-        ("text-classification", ["a", TextPair(text="a", text_pair="b"), LONG], {}),
-        ("text-classification", ["a", LONG], {"long_text": "window"}),
-        ("token-classification", ["a", LONG], {"long_text": "window"}),
-    ],
-)
-def test_each_encoding_asks_the_head_of_the_task(
-    task: str, inputs: Any, parameters: dict[str, Any]
-) -> None:
-    request = prepared(task, inputs, **parameters)
-    asked = [tuple(encoding.requests) for encoding in request.encodings]
-    assert asked == [TASKS[task].heads] * len(asked)
 
 
 def test_each_pair_has_its_texts_even_if_they_repeat() -> None:

@@ -9,10 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from transformers import (
-    BertForSequenceClassification,
-    DistilBertForTokenClassification,
-)
+from transformers import BertForSequenceClassification, DistilBertForTokenClassification
 
 from cloze.cli import cli
 from cloze.export.errors import TrainError

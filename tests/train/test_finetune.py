@@ -35,13 +35,7 @@ from cloze.export.train.run_options import RunOptions, Schedule
 from cloze.model_store import Store
 from cloze.model_store.heads.sequence_classification import SequenceLabels
 from tests.support import fine_tuning
-from tests.support.family_checkpoints import (
-    WITHOUT_QUESTIONS,
-    ids_of,
-    ours,
-    same,
-    theirs,
-)
+from tests.support.family_checkpoints import WITHOUT_QUESTIONS, ids_of, ours, same, theirs
 from tests.support.fine_tuning import LORA, check_refused, held_out, invoke, save_source
 from tests.support.training import ACTS, PEOPLE, PLACES, write_questions
 

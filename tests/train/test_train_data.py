@@ -32,11 +32,7 @@ from cloze.export.train.folder import Folder, open_folder
 from cloze.export.train.kept_embeddings import unmasked_texts
 from cloze.export.train.objectives import runs
 from cloze.export.train.recipe import Phase, Pretraining, TextRecipe
-from cloze.export.train.vocabulary import (
-    SPECIAL_TOKENS,
-    save_vocabulary,
-    train_tokenizer,
-)
+from cloze.export.train.vocabulary import SPECIAL_TOKENS, save_vocabulary, train_tokenizer
 from tests.support.training import STORIES, quietly, write_stories
 
 

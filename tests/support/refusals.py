@@ -61,7 +61,7 @@ def check_shape(path: str, error: Any) -> None:
         assert error.keys() == {"message"}, path
     elif path in ("/v1/rerank", "/v2/rerank"):
         assert error.keys() == {"error", "detail", "message"}, path
-    elif path.startswith(("/v2", "/api", "/vectors")):
+    elif path.startswith(("/v2", "/api", "/vectors", "/gliner")):
         assert error.keys() == {"error"}, path
     elif path.startswith(("/v1", "/embeddings", "/pooling")) and ":predict" not in path:
         assert error["error"].keys() == {"message", "type", "param", "code"}, path

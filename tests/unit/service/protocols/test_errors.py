@@ -70,7 +70,7 @@ def test_an_error_has_its_status_and_its_type(
     usual = {"error": message, "error_type": error_type, "code": code}
     expected: dict[str, Any] = {
         **dict.fromkeys(("/v1/", "/models", "/v1/ranking", "/v1/score"), (only_400, openai)),
-        **dict.fromkeys(("/v2", "/api/", "/api/tags"), (only_400, ollama)),
+        **dict.fromkeys(("/v2", "/api/", "/api/tags", "/gliner"), (only_400, ollama)),
         "/v1/rerank": (only_400, openai | {"message": message}),
         "/v2/embed": (only_400, {"message": message}),
         "/pooling": (only_400, {"error": vllm}),

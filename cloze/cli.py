@@ -389,6 +389,7 @@ def serve(**flags: Any) -> None:
     try:
         from cloze.service.errors import StartupError
         from cloze.service.models.served_models import onnx_engine, open_bundles
+        from cloze.service.server.listen import check_port
         from cloze.service.server.startup import (
             begin,
             memory_problem,
@@ -398,6 +399,7 @@ def serve(**flags: Any) -> None:
         from cloze.service.settings import load_settings
 
         settings = load_settings({**flags, **{name: flags[name] or None for name in _REPEATED}})
+        check_port(settings)
         models = bundles_to_serve(settings, report)
         settings = settings.model_copy(update={"model": models})
         if settings.frontends or settings.gpus > 1:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -24,7 +25,8 @@ def test_a_checkpoint_becomes_a_bundle_that_can_be_looked_at_and_removed(
     done = cloze_here("export", str(checkpoints["bert"]), "--name", "tiny", *tasks, *store)
     assert done.exit_code == 0, done.stderr
     assert done.stdout.startswith("tiny@1: embed, fill-mask; differs from torch by ")
-    assert "note: qa is not offered" in done.stderr
+    assert "  offers fill-mask, embed\n" in done.stderr
+    assert "is not offered" not in done.stderr
 
     assert cloze_here("store", "list", *store).stdout.startswith("tiny@1 ")
     manifest = json.loads(cloze_here("store", "show", "tiny@1", *store).stdout)
@@ -162,6 +164,18 @@ def test_two_servers_on_one_port(tiny_store: Path) -> None:
     assert [twin.returncode for twin in ended] == [2]
     said = outputs[twins.index(ended[0])]
     assert said.endswith(f"cannot listen on 127.0.0.1:{port}: Address already in use\n")
+
+
+def test_a_used_port_is_told_before_anything_is_exported(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        places = ("--model", str(checkpoints["bert"]), "--model-store", str(tmp_path / "store"))
+        done = cloze_here("serve", "--port", port, *places)
+    assert done.exit_code == 2
+    assert done.stderr == f"cloze: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+    assert not (tmp_path / "store").exists()
 
 
 def test_a_signal_during_the_start_ends_it(tiny_store: Path) -> None:

@@ -73,8 +73,8 @@ _OUTPUT = [
         "--shard-rows",
         type=click.IntRange(1),
         default=10_000,
-        help="Most rows per file of results. A file is complete after 20 s at the latest, and a run "
-        "that was ended repeats at most the files that it had begun.",
+        help="Most rows per file of results. A file is complete after 20 s at the latest, and a "
+        "run that was ended repeats at most the files that it had begun.",
     ),
     click.option("--model", help="Model, as for `cloze serve --model`.  [default: the task's]"),
     click.option(

@@ -146,7 +146,11 @@ def finetune_qa(
 
 @train.command("finetune-classify")
 @click.argument("source")
-@files_option("labelled", "JSON Lines: text, text_pair, label or labels; or CSV or TSV with a header; also .xz", required=True)
+@files_option(
+    "labelled",
+    "JSON Lines: text, text_pair, label or labels; or CSV or TSV with a header; also .xz",
+    required=True,
+)
 @files_option("held-out-labelled", _MEASURED)
 @lora_option
 @run_command("LabelsRecipe", "finetune-classify")

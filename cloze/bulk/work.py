@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from threading import Lock
 from typing import Any
 
 from cloze.bulk.chunks import Chunk
@@ -182,6 +183,8 @@ class _ShardFiles:
 
     def __init__(self, folder: RunFolder, job: BulkJob, shard: Shard, report: ShardReport) -> None:
         self._folder, self._job, self._shard, self._report = folder, job, shard, report
+        self._lock = Lock()  # the thread of a write goes on if the run is cancelled
+        self._is_discarded = False
         self._open()
 
     def _open(self) -> None:
@@ -191,12 +194,15 @@ class _ShardFiles:
 
     def write(self, chunk: Chunk, results: Sequence[RowResult]) -> None:
         """Write rows, and begin a new file if it is time."""
-        self._writer.write(chunk, results)
-        _count(self._report, self._shard.first_row, results)
-        is_last = self._report.rows == self._shard.rows
-        if not is_last and time.monotonic() - self._began >= _FILE_S:
-            self.complete(is_last=False)
-            self._open()
+        with self._lock:
+            if self._is_discarded:
+                return
+            self._writer.write(chunk, results)
+            _count(self._report, self._shard.first_row, results)
+            is_last = self._report.rows == self._shard.rows
+            if not is_last and time.monotonic() - self._began >= _FILE_S:
+                self.complete(is_last=False)
+                self._open()
 
     def complete(self, *, is_last: bool) -> None:
         """Complete the file."""
@@ -206,11 +212,13 @@ class _ShardFiles:
 
     def discard(self) -> None:
         """Remove the file, unless it is complete."""
-        try:
-            self._close()
-        finally:
-            with suppress(OSError):
-                self._unfinished.unlink(missing_ok=True)
+        with self._lock:
+            self._is_discarded = True
+            try:
+                self._close()
+            finally:
+                with suppress(OSError):
+                    self._unfinished.unlink(missing_ok=True)
 
     def _close(self) -> None:
         if self._is_open:

@@ -244,7 +244,9 @@ def test_a_long_shard_has_several_files_and_goes_on_after_ctrl_c(
     assert process.returncode == 130
     first, *_, last = stderr.splitlines()
     assert re.fullmatch(r"256 of 6,000 rows, [\d,.]+ rows/s, about [\d,]+ min left", first)
-    assert last == "cloze: interrupted; complete files are kept, the same command goes on from there"
+    assert (
+        last == "cloze: interrupted; complete files are kept, the same command goes on from there"
+    )
     assert not [*output.glob("_part-*")]
     before = stamps(output)
     assert f"part-00000-000000256.{suffix}" in before

@@ -91,9 +91,7 @@ def read_table(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
         DataError: see `read_lines`; or the columns have no names, or a row has other fields.
     """
     delimiter = "\t" if ".tsv" in file.suffixes else ","
-    rows = csv_rows.records(
-        read_lines(file), most_characters=_LONGEST_FIELD, delimiter=delimiter
-    )
+    rows = csv_rows.records(read_lines(file), most_characters=_LONGEST_FIELD, delimiter=delimiter)
     try:
         header = [name.removeprefix("\ufeff") for name in csv_rows.header_of(rows)]
         for line, record in rows:

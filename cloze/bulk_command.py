@@ -12,7 +12,7 @@ import click
 
 from cloze.failing import fail
 from cloze.model_store.installation import install_command
-from cloze.options import json_option, store_option
+from cloze.options import complete_bundle, json_option, store_option
 from cloze.tables import report
 
 if TYPE_CHECKING:
@@ -76,7 +76,11 @@ _OUTPUT = [
         help="Most rows per file of results. A file is complete after 20 s at the latest, and a "
         "run that was ended repeats at most the files that it had begun.",
     ),
-    click.option("--model", help="Model, as for `cloze serve --model`.  [default: the task's]"),
+    click.option(
+        "--model",
+        shell_complete=complete_bundle,
+        help="Model, as for `cloze serve --model`.  [default: the task's]",
+    ),
     click.option(
         "--adapter",
         type=click.Path(path_type=Path, exists=True, file_okay=False),

@@ -31,7 +31,7 @@ from cloze.model_store.heads.sequence_classification import RERANK
 from cloze.model_store.installation import build, install_command
 from cloze.model_store.manifest import NAME_PATTERN, Precision, Weights
 from cloze.model_store.store import Bundle, Store, StoreError
-from cloze.options import json_option, store_option
+from cloze.options import complete_bundle, json_option, store_option
 from cloze.store_command import gates, measured, store
 from cloze.tables import report
 from cloze.train import train
@@ -368,6 +368,7 @@ def _setting_options() -> list[click.Parameter]:
             help=f"{text[:1].upper()}{text[1:]}.  [env: {ENV_PREFIX}{name.upper()}{default}]",
             multiple=name in _REPEATED,
             show_default=False,
+            shell_complete=complete_bundle if name in ("model", "default") else None,
         )
         options.append(option)
     return options

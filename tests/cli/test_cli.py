@@ -166,6 +166,18 @@ def test_two_servers_on_one_port(tiny_store: Path) -> None:
     assert said.endswith(f"cannot listen on 127.0.0.1:{port}: Address already in use\n")
 
 
+@pytest.mark.parametrize(
+    "words", ["store show", "store verify bert-qa@1", "serve --model", "bulk embed --model"]
+)
+def test_names_of_bundles_complete(words: str, tiny_store: Path) -> None:
+    line = f"cloze {words} bert"
+    position = str(len(line.split()) - 1)
+    shell = {"_CLOZE_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": position}
+    done = cloze(CLOZE_MODEL_STORE=str(tiny_store), **shell)
+    names = ["bert", "bert-qa", "bert-qa@1", "bert@1"]
+    assert sorted(done.stdout.split()) == [f"plain,{name}" for name in names]
+
+
 def test_a_used_port_is_told_before_anything_is_exported(
     checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:

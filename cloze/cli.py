@@ -31,14 +31,12 @@ from cloze.model_store.heads.sequence_classification import RERANK
 from cloze.model_store.installation import build, install_command
 from cloze.model_store.manifest import NAME_PATTERN, Precision, Weights
 from cloze.model_store.store import Bundle, Store, StoreError
-from cloze.options import complete_bundle, json_option, store_option
+from cloze.options import CONTEXT, complete_bundle, json_option, store_option
 from cloze.store_command import gates, measured, store
 from cloze.tables import report
 from cloze.train import train
 
 T = TypeVar("T")
-
-_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -69,7 +67,7 @@ def _print_version(context: click.Context, _: click.Parameter, asked: bool) -> N
         context.exit()
 
 
-@click.group(context_settings=_CONTEXT)
+@click.group(context_settings=CONTEXT)
 @click.option(
     "--version",
     is_flag=True,

@@ -8,6 +8,9 @@ from click.shell_completion import CompletionItem
 
 from cloze.model_store.locations import DEFAULT_ROOT
 
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
+"""The settings of the command line: how it shows help."""
+
 
 def complete_bundle(
     context: click.Context, _: click.Parameter, incomplete: str

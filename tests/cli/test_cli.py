@@ -166,6 +166,16 @@ def test_two_servers_on_one_port(tiny_store: Path) -> None:
     assert said.endswith(f"cannot listen on 127.0.0.1:{port}: Address already in use\n")
 
 
+def test_a_question_starts_without_what_the_other_commands_import() -> None:
+    question = ("ask", "embed", "x", "--url", "http://localhost:1")
+    command = [sys.executable, "-X", "importtime", "-m", "cloze", *question]
+    done = subprocess.run(command, capture_output=True, text=True, env=bare_environment())
+    assert "cloze: no answer from http://localhost:1: " in done.stderr
+    modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "cloze.ask" in modules
+    assert not modules & {"pydantic", "cloze.cli", "cloze.model_store.manifest", "onnxruntime"}
+
+
 @pytest.mark.parametrize(
     "words", ["store show", "store verify bert-qa@1", "serve --model", "bulk embed --model"]
 )

@@ -54,10 +54,19 @@ function showPanel(panel, info) {
     .filter(({ tasks }) => tasks.includes(panel.task))
     .map(({ name, version }) => `${name}@${version}`);
   const inputs = Object.fromEntries(panel.fields.map((field) => [field.name, input(field)]));
-  const model = element("select", { name: "model" },
-    ...models.map((name) => element("option", { value: name }, name)));
+  const model = element("select", { name: "model" }, ...options(models));
   model.value = info.defaults[panel.task];
-  const small = panel.fields.filter(({ kind }) => kind);
+  const small = panel.fields.filter(({ kind, choices }) => kind || choices);
+  const chosen = panel.fields.filter(({ choices }) => choices);
+  const choose = () => {
+    const served = info.models.find(({ name, version }) => `${name}@${version}` === model.value);
+    for (const { name, choices } of chosen) {
+      inputs[name].replaceChildren(...options(served[choices] ?? []));
+      inputs[name].disabled = !inputs[name].options.length; // a model with one set has no names
+    }
+  };
+  model.addEventListener("change", choose);
+  choose();
   const labelled = ({ label, name }) => element("label", {}, label, inputs[name]);
   const form = element("form", {},
     ...panel.fields.filter((field) => !small.includes(field)).map(labelled),
@@ -94,7 +103,12 @@ function showPanel(panel, info) {
   return () => underway.abort();
 }
 
-function input({ value, rows, kind }) {
+function options(names) {
+  return names.map((name) => element("option", { value: name }, name));
+}
+
+function input({ value, rows, kind, choices }) {
+  if (choices) return element("select", {});
   if (kind) return element("input", { type: kind, value, min: 1 });
   return rows ? element("textarea", { value, rows }) : element("input", { type: "text", value });
 }

@@ -153,6 +153,14 @@ def test_costs_are_limited(client: TestClient, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(entities, "_MOST_CANDIDATES", 40)
     for kind in ("span", "token"):
         assert "exceed the threshold 0.0" in ask(client, TEXT, kind, threshold=0.0)["error"]
+    monkeypatch.undo()
+    monkeypatch.setattr(entities, "_MOST_CHARACTERS", 200)
+    refused = ask(client, "a" * 100, threshold=0.0, multi_label=True)
+    assert refused["error"] == (
+        "the entities have 300 characters or more; the limit of a request is 200"
+    )
+    assert len(ask(client, "a" * 201, threshold=0.0)) == 1  # a text may be found once
+    monkeypatch.undo()
     long = ask(client, f"{TEXT} " * 900, long_text="window")
     assert "the windows hold" in long["error"]
 

@@ -206,6 +206,8 @@ def test_no_mask_has_more_predictions_than_the_vocabulary_has_tokens() -> None:
     [
         ("embed", {"spans": [(0, 1)]}),
         ("redact", {"patterns": ["EMAIL"]}),
+        ("entities", {"threshold": 0.2}),
+        ("entities", {"threshold": 0.0}),
         ("fill-mask", {"decode": "beam"}),
         ("fill-mask", {"targets": ["a"], "targets_as": "words"}),
         ("fill-mask", {"original": "a"}),

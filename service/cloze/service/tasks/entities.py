@@ -48,8 +48,11 @@ _MOST_CANDIDATES: Final = 2**17
 """Most spans above the threshold of a request, among which entities are chosen."""
 
 _MOST_CHARACTERS: Final = 2**22
-"""Most characters of the entities of a request, unless its texts have more. With several labels per
-span, or with spans inside others, entities repeat a text: a word of 1 MB has 100 labels."""
+"""Most characters of the entities of a request and their labels, unless its texts have more.
+
+With several labels per span, or with spans inside others, entities repeat a text. For example, a
+word of 1 MB may have 100 labels.
+"""
 
 _THRESHOLD: Final = 0.5
 
@@ -242,13 +245,13 @@ def find(state: EntityTexts, outputs: Outputs) -> list[list[Entity]]:
         entities = []
         for number in chosen:
             start, end = text.words[spans.starts[number]][0], text.words[spans.ends[number]][1]
-            characters += end - start
+            label, score = state.labels[spans.labels[number]], float(spans.scores[number])
+            characters += end - start + len(label)
             if characters > most_characters:
                 raise TooMany(
-                    f"the entities have {characters} characters or more; the limit of a request is "
-                    f"{most_characters}"
+                    f"the entities and their labels have {characters} characters or more; the "
+                    f"limit of a request is {most_characters}"
                 )
-            label, score = state.labels[spans.labels[number]], float(spans.scores[number])
             entities.append(Entity(start, end, text.text[start:end], label, score))
         results.append(entities)
     return results

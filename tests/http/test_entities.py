@@ -1,6 +1,7 @@
 """Entities of the request's labels: the library's decodings, windows, limits, gliner's client."""
 
 import itertools
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -153,6 +154,13 @@ def test_costs_are_limited(client: TestClient, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(entities, "_MOST_CANDIDATES", 40)
     for kind in ("span", "token"):
         assert "exceed the threshold 0.0" in ask(client, TEXT, kind, threshold=0.0)["error"]
+    monkeypatch.undo()
+    monkeypatch.setattr(entities, "_MOST_CHARACTERS", 200)
+    refused = ask(client, "a" * 100, threshold=0.0, multi_label=True)
+    problem = "the entities and their labels have 2[01][0-9] characters or more; the limit of a"
+    assert re.match(f"{problem} request is 200", refused["error"])
+    assert len(ask(client, "a" * 201 + " " * 20, threshold=0.0)) == 1  # a text may be found once
+    monkeypatch.undo()
     long = ask(client, f"{TEXT} " * 900, long_text="window")
     assert "the windows hold" in long["error"]
 

@@ -93,12 +93,7 @@ def count_candidates(logits: Floats, threshold: float, kind: EntityKind) -> int:
     scores = _sigmoid(logits)
     if kind is EntityKind.SPAN:
         return int((scores > threshold).sum())
-    is_start, is_end, run_ends = _word_runs(scores, threshold)
-    ends_before = np.zeros((len(scores) + 1, scores.shape[2]), np.int64)
-    np.cumsum(is_end, axis=0, out=ends_before[1:])
-    words, labels = np.nonzero(is_start)
-    after = run_ends[words, labels]
-    return int((ends_before[after, labels] - ends_before[words, labels]).sum())
+    return int(_word_runs(scores, threshold)[0].sum())
 
 
 def find_candidates(logits: Floats, threshold: float, kind: EntityKind) -> Candidates:
@@ -112,17 +107,14 @@ def find_candidates(logits: Floats, threshold: float, kind: EntityKind) -> Candi
         inside = starts + widths < len(scores)
         starts, widths, labels = starts[inside], widths[inside], labels[inside]
         return Candidates(starts, starts + widths, labels, scores[starts, widths, labels])
-    is_start, is_end, run_ends = _word_runs(scores, threshold)
+    counts, is_end, run_ends = _word_runs(scores, threshold)
     parts = []
-    for word, label in zip(*np.nonzero(is_start), strict=True):
+    for word, label in zip(*np.nonzero(counts), strict=True):
         run = slice(word, run_ends[word, label])
         ends = np.flatnonzero(is_end[run, label])
-        if len(ends):
-            inside = np.minimum.accumulate(scores[run, 2, label])[ends]
-            least = np.minimum(
-                np.minimum(inside, scores[run, 1, label][ends]), scores[word, 0, label]
-            )
-            parts.append((np.full(len(ends), word), word + ends, np.full(len(ends), label), least))
+        inside = np.minimum.accumulate(scores[run, 2, label])[ends]
+        least = np.minimum(np.minimum(inside, scores[run, 1, label][ends]), scores[word, 0, label])
+        parts.append((np.full(len(ends), word), word + ends, np.full(len(ends), label), least))
     if not parts:
         nothing = np.zeros(0, np.int64)
         return Candidates(nothing, nothing, nothing, np.zeros(0, np.float32))
@@ -137,15 +129,19 @@ def _sigmoid(logits: Floats) -> Floats:
 
 def _word_runs(
     scores: Floats, threshold: float
-) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.int64]]:
-    """Return whether a word starts and ends entities of a label [w, l], and where they must end.
+) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
+    """Return how many candidates of a label start at a word [w, l], and where they may end.
 
-    An entity that starts at a word ends before the first word that is not inside: [w, l].
+    These are whether a word is an end, and the first word from a start on that is not inside.
     """
+    is_start, is_end = scores[:, 0] > threshold, scores[:, 1] > threshold
     is_outside = scores[:, 2] < threshold
     numbers = np.where(is_outside, np.arange(len(scores))[:, None], len(scores))
     run_ends = np.minimum.accumulate(numbers[::-1], axis=0)[::-1]
-    return scores[:, 0] > threshold, scores[:, 1] > threshold, run_ends
+    before = np.zeros((len(scores) + 1, scores.shape[2]), np.int64)
+    np.cumsum(is_end, axis=0, out=before[1:])
+    counts = np.where(is_start, np.take_along_axis(before, run_ends, 0) - before[:-1], 0)
+    return counts, is_end, run_ends
 
 
 def pooled(windows: Sequence[tuple[int, Candidates]]) -> Candidates:
@@ -189,6 +185,24 @@ def choose(candidates: Candidates, words: int, *, flat: bool, multi_label: bool)
     return sorted(kept, key=lambda number: int(candidates.starts[number]))
 
 
+def _largest(
+    values: NDArray[np.int64], firsts: NDArray[np.int64], ends: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return the largest of ``values[first:end]`` for each pair; less than -n of none of n values.
+
+    A row has the largest of 1, 2, 4 or more values from each on, and two of a row are any number.
+    """
+    rows = [values]
+    for power in range(len(values).bit_length() - 1):
+        rows.append(np.maximum(rows[-1][: -(2**power)], rows[-1][2**power :]))
+    largest = np.full(len(firsts), -len(values) - 1)
+    powers = np.frexp(ends - firsts)[1] - 1  # -1 for none
+    for power, row in enumerate(rows):
+        at = np.flatnonzero(powers == power)
+        largest[at] = np.maximum(row[firsts[at]], row[ends[at] - 2**power])
+    return largest
+
+
 class _Chosen:
     """The entities of a text so far."""
 
@@ -201,11 +215,16 @@ class _Chosen:
 
     def may_be_free(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return False for spans that clash; those with True may clash too."""
-        if not self._flat or self._multi_label:
+        if self._flat and self._multi_label:
             return np.ones(len(starts), bool)
-        before = np.concatenate([[0], np.cumsum(np.frombuffer(self._taken, np.uint8), dtype=int)])
-        free: NDArray[np.bool_] = before[ends + 1] == before[starts]
-        return free
+        if self._flat:
+            taken = np.frombuffer(self._taken, np.uint8)
+            before = np.concatenate([[0], np.cumsum(taken, dtype=int)])
+            free: NDArray[np.bool_] = before[ends + 1] == before[starts]
+            return free
+        last = _largest(np.array(self._last_of_start), starts + 1, ends + 1)
+        first = -_largest(-np.array(self._first_of_end), starts, ends)
+        return (last <= ends) & (first >= starts)
 
     def add(self, start: int, end: int) -> bool:
         """Add a span of words, unless it clashes; return whether it was added."""

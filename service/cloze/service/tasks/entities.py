@@ -47,6 +47,13 @@ _MOST_PAIRS: Final = 2**21
 _MOST_CANDIDATES: Final = 2**17
 """Most spans above the threshold of a request, among which entities are chosen."""
 
+_MOST_CHARACTERS: Final = 2**22
+"""Most characters of the entities of a request and their labels, unless its texts have more.
+
+With several labels per span, or with spans inside others, entities repeat a text. For example, a
+word of 1 MB may have 100 labels.
+"""
+
 _THRESHOLD: Final = 0.5
 
 Labels = Texts | dict[str, Text]
@@ -215,7 +222,8 @@ def find(state: EntityTexts, outputs: Outputs) -> list[list[Entity]]:
     parameters, kind = state.parameters, state.options.kind
     threshold = _THRESHOLD if parameters.threshold is None else parameters.threshold
     multi_label, flat = bool(parameters.multi_label), parameters.flat_ner is not False
-    rest, count = iter(outputs), 0
+    rest, count, characters = iter(outputs), 0, 0
+    most_characters = max(_MOST_CHARACTERS, sum(len(text.text) for text in state.texts))
     results: list[list[Entity]] = []
     for text in state.texts:
         check_awaited()
@@ -238,6 +246,12 @@ def find(state: EntityTexts, outputs: Outputs) -> list[list[Entity]]:
         for number in chosen:
             start, end = text.words[spans.starts[number]][0], text.words[spans.ends[number]][1]
             label, score = state.labels[spans.labels[number]], float(spans.scores[number])
+            characters += end - start + len(label)
+            if characters > most_characters:
+                raise TooMany(
+                    f"the entities and their labels have {characters} characters or more; the "
+                    f"limit of a request is {most_characters}"
+                )
             entities.append(Entity(start, end, text.text[start:end], label, score))
         results.append(entities)
     return results
@@ -253,7 +267,7 @@ TASK: Final = Task(
     result=list[Entity] | list[list[Entity]],
     alone=(str,),
     own_parameters=("labels", "flat_ner"),
-    needs_thread=lambda parameters: (parameters.threshold or _THRESHOLD) < _THRESHOLD / 2,
+    needs_thread=lambda asked: asked.threshold is not None and asked.threshold < _THRESHOLD / 2,
     prepare=prepare,
     decode=decode,
     scores=lambda *_: "probability",

@@ -197,7 +197,7 @@ def every_task_store(
 
     from cloze.export.publish import ExportOptions, export
     from cloze.model_store import Store
-    from tests.support import tiny
+    from tests.support import gliner, tiny
 
     root, folder = tmp_path_factory.mktemp("store"), tmp_path_factory.mktemp("checkpoints")
     single = {"problem_type": "single_label_classification"}
@@ -222,6 +222,7 @@ def every_task_store(
     most = ExportOptions(tasks=tasks)
     export(str(checkpoints["bert"]), "cloze-bert", Store(root), most)
     export(str(checkpoints["bert-qa"]), "cloze-qa", Store(root))
+    gliner.export_kind("span", Store(root))
     return root
 
 

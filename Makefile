@@ -55,14 +55,14 @@ FORKING := tests/unit/service/processes
 
 test-unit: install  ## Run the unit tests: what one module promises, without a server.
 	$(PYTEST) $(FORKING)
-	$(PYTEST) --ignore=$(FORKING) tests/unit
+	$(PYTEST) -n 2 --ignore=$(FORKING) tests/unit
 
 test: lint  ## Run the linters and all tests except the slow ones.
 	$(PYTEST) $(FORKING)
 	$(PYTEST) --ignore=$(FORKING)
 
 test-slow: install  ## Run the tests that take minutes.
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -m slow -n 3 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m slow --no-loadscope-reorder
 
 # A separate environment, because the two builds of onnxruntime overwrite each other.
 GPU := .venv-gpu

@@ -37,6 +37,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files whose tests may take longest, so that none of them runs alone at the end."""
+
+    def longest(item: pytest.Item) -> float:
+        marker = item.get_closest_marker("timeout")
+        return float(marker.args[0]) if marker else 0.0
+
+    of_file: dict[Path, float] = {}
+    for item in items:
+        of_file[item.path] = max(longest(item), of_file.get(item.path, 0.0))
+    items.sort(key=lambda item: -of_file[item.path])
+
+
 @pytest.fixture(autouse=True)
 def log_as_before() -> Iterator[None]:
     """End the log of a server that a test began in this process.
@@ -176,13 +189,13 @@ def server(
 
 
 @pytest.fixture(scope="session")
-def cpu_image() -> Iterator[str]:
-    """Build the image for a CPU; remove it at the end."""
+def cpu_image(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[str]:
+    """Build the image for a CPU once for all workers; the last one that has it removes it."""
     from tests.support import containers
 
-    image = containers.build("cpu", "--build-arg", f"REVISION={containers.REVISION}")
-    yield image
-    containers.remove_image(image)
+    folder = tmp_path_factory.getbasetemp()
+    with containers.shared_image(folder if worker_id == "master" else folder.parent) as image:
+        yield image
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ url, model, texts = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 async def main() -> dict[str, object]:
     async with InferenceRESTClient(RESTConfig(protocol="v1")) as client:
         found: dict[str, object] = {"ready": await client.is_model_ready(url, model)}
+        found["live"] = await client.is_server_live(url)
         answer = await client.infer(url, {"instances": texts}, model_name=model)
         found["vectors"] = answer["predictions"]
         masked = {"instances": [{"inputs": "the [MASK]"}], "parameters": {"top_k": 2}}

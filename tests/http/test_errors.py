@@ -62,12 +62,16 @@ def test_an_error_has_its_status_and_its_type(
     error_code = "model_not_found" if kind is errors.UnknownModel else None
     error = {"message": message, "type": openai_type, "param": None, "code": error_code}
     openai, ollama = {"error": error, "detail": message}, {"error": message}
+    kinds = {404: "NotFoundError"}
+    vllm_type = kinds.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
+    vllm = {"message": message, "type": vllm_type, "param": None, "code": only_400}
     usual = {"error": message, "error_type": error_type, "code": code}
     expected: dict[str, Any] = {
         **dict.fromkeys(("/v1/", "/models", "/v1/ranking", "/v1/score"), (only_400, openai)),
         **dict.fromkeys(("/v2", "/api/", "/api/tags"), (only_400, ollama)),
         "/v1/rerank": (only_400, openai | {"message": message}),
         "/v2/embed": (only_400, {"message": message}),
+        "/pooling": (only_400, {"error": vllm}),
         "/vectors": (status, {"error": message}),
         # A path of several protocols: each reads its own fields.
         "/rerank": (status, usual | {"message": message, "detail": message}),

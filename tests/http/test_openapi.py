@@ -49,6 +49,8 @@ def test_examples_of_every_route_run(every_task: Server, document: dict[str, Any
     }
     for (path, _), body in bodies.items():
         model = "cloze-bert.embed" if path.startswith("/v2/") else "cloze-bert"
+        if "{organization}" in path:
+            continue  # the name of no served model has a slash; see test_reranking
         response = httpx.post(every_task.url + path.format(model=model, version="1"), json=body)
         check(document, path, "post", response)
         assert response.status_code == 200, response.text
@@ -59,17 +61,30 @@ def test_routes_of_operators_are_documented(every_task: Server, document: dict[s
         check(document, path, "get", httpx.get(every_task.url + path))
 
 
+def test_a_method_that_no_route_has_gets_the_methods_of_its_path(
+    every_task: Server, document: dict[str, Any]
+) -> None:
+    for path, operations in document["paths"].items():
+        response = httpx.options(every_task.url + path.format(model="cloze-bert", version="1"))
+        assert response.status_code == 405
+        allowed = {method.lower() for method in response.headers["allow"].split(", ")}
+        assert allowed - {"head"} == operations.keys(), path
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_schema_driven_tester_finds_nothing(every_task: Server, tmp_path: Path) -> None:
-    """schemathesis, in an environment of its own, with all its checks."""
+    """schemathesis, in an environment of its own, with all its checks.
+
+    Its phases of examples and of coverage find most of what is wrong, and do not depend on the
+    seed. A longer search has ``--max-time 300``.
+    """
     program = environment("schemathesis.txt", tmp_path / "environment") / "schemathesis"
     command = [program, "--config-file", CLIENTS / "schemathesis.toml", "run"]
-    options = ("--max-examples", "100", "--max-time", "300")
-    checks = ("--checks", "all", "--continue-on-failure")
+    options = ("--checks", "all", "--continue-on-failure", "--max-examples", "40")
     document = f"{every_task.url}/openapi.json"
     done = subprocess.run(
-        [*command, document, *checks, *options], cwd=tmp_path, capture_output=True, text=True
+        [*command, document, *options], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     operations = len([o for path in httpx.get(document).json()["paths"].values() for o in path])

@@ -14,13 +14,14 @@ from tests.support.serving import Server
 Servers = Callable[[tuple[str, ...]], Server]
 
 PREFIX = "/nlp/v7"
+HTML = {"accept": "text/html,*/*"}
 OUTSIDE = ("/page/%2e%2e/settings.py", "/page/..%2fsettings.py", "/page//etc/passwd")
 
 
 def test_every_address_of_a_page_is_below_its_path(server: Server) -> None:
     prefix = f"https://host{PREFIX}"
     for page in ("/", "/docs"):
-        text = httpx.get(server.url + page).text
+        text = httpx.get(server.url + page, headers=HTML).text
         named = re.findall(r"(?:href|src)=\"([^\"]+)\"|url: '([^']+)'", text)
         addresses = [urljoin(prefix + page, one or other) for one, other in named]
         linked = [address for address in addresses if not address.startswith("data:")]
@@ -61,12 +62,12 @@ def test_a_page_at_the_path_itself_has_a_base(server: Server) -> None:
     """A proxy removes the path, and says which one; the page is seen without a slash at its end."""
     for sent in (PREFIX, f"{PREFIX}/", "/nlp, /v7"):
         headers = {"x-forwarded-prefix": sent}
-        page = httpx.get(server.url, headers=headers)
+        page = httpx.get(server.url, headers=headers | HTML)
         found = linked(page, f"https://host{PREFIX}")
         assert len(found) >= 4
         assert all(address.startswith(f"https://host{PREFIX}/") for address in found)
         assert "base-uri 'self'" in page.headers["content-security-policy"]
-        assert page.headers["vary"] == "x-forwarded-prefix"
+        assert page.headers["vary"] == "x-forwarded-prefix, accept"
         assert linked(httpx.get(f"{server.url}/docs", headers=headers), "https://host/any") != []
         document = httpx.get(f"{server.url}/openapi.json", headers=headers).json()
         assert document["servers"] == [{"url": PREFIX}]
@@ -74,7 +75,7 @@ def test_a_page_at_the_path_itself_has_a_base(server: Server) -> None:
 
 
 def test_a_prefix_that_is_no_path_is_ignored(server: Server) -> None:
-    plain = httpx.get(server.url)
+    plain = httpx.get(server.url, headers=HTML)
     assert "<base" not in plain.text
     assert "base-uri 'none'" in plain.headers["content-security-policy"]
     long, quote, host = "/a" * 101, '/"><script>', "//evil.example"
@@ -89,7 +90,7 @@ def test_a_prefix_that_is_no_path_is_ignored(server: Server) -> None:
         ",,",
         "/%22",
     ):
-        page = httpx.get(server.url, headers={"x-forwarded-prefix": wrong})
+        page = httpx.get(server.url, headers={"x-forwarded-prefix": wrong} | HTML)
         assert page.text == plain.text, wrong
         document = httpx.get(f"{server.url}/openapi.json", headers={"x-forwarded-prefix": wrong})
         assert document.json()["servers"] == [{"url": "."}]
@@ -105,9 +106,10 @@ def test_a_root_path_is_answered_with_and_without_it(servers: Servers) -> None:
         body = {"instances": ["the king"]}
         predicted = httpx.post(f"{server.url}{begin}/any/1:predict", json=body).json()
         assert predicted == {"predictions": [embedded]}
-    for page in (httpx.get(f"{server.url}{PREFIX}"), httpx.get(server.url)):
+    for address in (f"{server.url}{PREFIX}", server.url):
+        page = httpx.get(address, headers=HTML)
         assert all(a.startswith(f"https://host{PREFIX}/") for a in linked(page, "https://host/x"))
-    other = httpx.get(server.url, headers={"x-forwarded-prefix": "/other"})
+    other = httpx.get(server.url, headers={"x-forwarded-prefix": "/other"} | HTML)
     assert '<base href="/other/">' in other.text
     for path in (f"{PREFIX}x/info", f"{PREFIX}{PREFIX}/info", "/nlp/info"):
         assert httpx.get(server.url + path).status_code == 404, path

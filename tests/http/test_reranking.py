@@ -68,6 +68,8 @@ def test_the_answer_has_what_each_client_reads(service: Service, path: str) -> N
     assert asked["model"] == "rank@3", "the default model has a name"
     documents = [row["document"] for row in asked["results"]][:2]
     assert documents == ([TEXTS[2], TEXTS[0]] if path == "/rerank" else repeated)
+    for value in (0, "yes"):
+        assert service.post(path, BODY | {"return_documents": value}).status_code in (400, 422)
     without = ok(service.post(path, BODY | {"return_documents": False, "model": None}))
     assert "document" not in without["results"][0]
     assert ("scores" in asked, "scores" in without) == (path == "/rerank", False)
@@ -101,7 +103,13 @@ def test_each_client_has_fields_of_its_own(service: Service) -> None:
     ]
     named = ok(service.post("/v1/retrieval/rank/reranking", body | {"top_k": 2}))
     assert named["rankings"] == nvidia["rankings"][:2]
-    assert service.post("/v1/retrieval/nobody/reranking", body).status_code == 404
+    for name in ("nobody", "nvidia/nobody"):
+        missing = service.post(f"/v1/retrieval/{name}/reranking", body)
+        assert missing.status_code == 404
+        assert f"no model '{name}' is served" in missing.json()["error"]["message"]
+    voyage = BODY | {"top_k": None, "return_documents": True}
+    found = ok(service.post("/v1/rerank", voyage))["data"]
+    assert [row["document"] for row in found] == [TEXTS[2], TEXTS[0], TEXTS[1]]
 
 
 def test_documents_are_cut_to_their_first_tokens(service: Service) -> None:

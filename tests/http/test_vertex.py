@@ -61,6 +61,44 @@ def test_parameters_are_those_of_the_request_and_of_the_instances(service: Servi
     assert len(predictions(service.post("/vertex", {"instances": [typed, typed]}))[1][0]) == 1
 
 
+def test_an_instance_may_be_a_request_for_ranks(service: Service) -> None:
+    """As in text-embeddings-inference, whose instances have the type ``rerank``."""
+    body = {"query": "the", "texts": ["of", "the"], "return_text": True}
+    ranks = service.post("/rerank", body)
+    instance = {"type": "rerank", "query": "the", "texts": ["of", "the"], "their": 1}
+    request = {"instances": [instance], "parameters": {"return_text": True}, "mine": 1}
+    for path in ("/vertex", PREDICT):
+        response = service.post(path, request)
+        assert predictions(response) == [ranks.json()]
+        assert response.headers["x-ranked-by"] == "similarity"
+        assert response.headers["x-warning"].count("ignored unknown fields") == 2
+    for wrong, message in (
+        ({"instances": [instance, instance]}, "instances has 2 instances; rerank takes one"),
+        ({"instances": [instance | {"texts": ["of", ""]}]}, "instances[0].texts[1] is empty"),
+        ({"instances": [{"type": "rerank", "query": "the"}]}, "instances.0.texts: "),
+        ({"instances": [instance | {"model": "small"}]}, "instances[0].model is another model"),
+    ):
+        assert service.post(PREDICT, wrong).json()["error"].startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("instance", "parameters", "message"),
+    [
+        ("the", {"normalize": 3}, "parameters.normalize: "),
+        ({"inputs": "the", "normalize": 3}, {"dimensions": 2}, "instances.0.normalize: "),
+        ("the", {"dimensions": 9}, "parameters.dimensions "),
+        ({"inputs": "the", "dimensions": 9}, {"dimensions": 2}, "dimensions "),
+        ("the [MASK]", {"top_k": "x"}, "parameters.top_k: "),
+        ("the [MASK]", {"top_k": 9999}, "parameters.top_k "),
+    ],
+)
+def test_a_refusal_names_a_parameter_where_it_stands(
+    service: Service, instance: Any, parameters: dict[str, Any], message: str
+) -> None:
+    body = {"instances": [instance], "parameters": parameters}
+    assert service.post("/vertex", body).json()["error"].startswith(message)
+
+
 def test_a_model_that_only_classifies_classifies(tmp_path: Path) -> None:
     with Service(tmp_path, (EMBEDDER, CLASSIFIER)) as service:
         found = predictions(service.post("/v1/models/classes:predict", {"instances": ["the"]}))
@@ -83,6 +121,7 @@ def test_a_model_that_only_classifies_classifies(tmp_path: Path) -> None:
         ([{"inputs": SENTENCES}] * 2, "instances has 2 instances; similarity takes one"),
         ([{"inputs": "the", "type": "fly"}], "instances[0].type is none of the types fill-mask"),
         (["the"] * 3 + [[1.5]], "instances has 4 texts; the limit is 3"),
+        ([1, 2], "instances[0] is a number"),
         (["the"] * 301, "instances has 301 texts; the limit is 300"),
         ([{"inputs": "the", "model": "small"}], "instances[0].model is another model"),
     ],
@@ -111,7 +150,7 @@ def test_each_instance_does_not_read_all_parameters(tiny_store: Path) -> None:
         started = time.process_time()
         response = client.post("/vertex", json=body)
         spent = time.process_time() - started
-    assert response.json()["error"].startswith("instances.2000.inputs: ")
+    assert response.json()["error"].startswith("instances[2000] is a number")
     assert spent < 1
 
 

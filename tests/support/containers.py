@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from filelock import FileLock
 
 from tests.support.waiting import wait_until
 
@@ -75,6 +76,30 @@ def build(target: str, *options: str, file: str = "Dockerfile", timeout: float =
         if stages := _untagged(program) - earlier:
             call(program, "rmi", *stages, check=False)
     return image
+
+
+@contextmanager
+def shared_image(folder: Path) -> Iterator[str]:
+    """Have the image for a CPU: the first process builds it, the last one removes it.
+
+    ``folder`` is common to the processes; a file in it counts those that have the image.
+    """
+    lock, count = FileLock(folder / "image.lock"), folder / "image-users"
+
+    def users(change: int) -> int:
+        number = int(count.read_text()) + change if count.exists() else change
+        count.write_text(str(number))
+        return number
+
+    with lock:
+        if users(+1) == 1:
+            build("cpu", "--build-arg", f"REVISION={REVISION}")
+    try:
+        yield f"{TAG}:cpu"
+    finally:
+        with lock:
+            if users(-1) == 0:
+                remove_image(f"{TAG}:cpu")
 
 
 def _untagged(program: str) -> set[str]:

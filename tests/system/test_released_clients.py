@@ -144,7 +144,7 @@ def test_tritonclient(server: Server, vectors: np.ndarray, tmp_path: Path) -> No
 def test_kserve_version_1(server: Server, vectors: np.ndarray, tmp_path: Path) -> None:
     arguments = (server.url, "bert", json.dumps(TEXTS))
     found = run("kserve_v1.py", "kserve.txt", tmp_path / "environment", *arguments)
-    assert found["ready"] is True
+    assert (found["ready"], found["live"]) == (True, True)
     np.testing.assert_allclose(found["vectors"], vectors[:, None], atol=1e-5)
     body = {"inputs": "the [MASK]", "parameters": {"top_k": 2}}
     assert found["masks"] == [httpx.post(f"{server.url}/fill-mask", json=body).json()]

@@ -99,4 +99,10 @@ def test_the_script_makes_every_default_model_and_repeats_no_finished_run(
 
     assert run().count("pretrain") == 5
     assert Store(folders[-1]).references() == [f"{name}@1" for name in NAMES]
+
+    # What is not a run is measured and exported again, which would take as long as before.
+    only_noted = (
+        f"import json, sys; open({str(log)!r}, 'a').write(json.dumps(sys.argv[1:]) + chr(10))"
+    )
+    (binaries / "cloze").write_text(f'#!/bin/sh\nexec {sys.executable} -c "{only_noted}" "$@"\n')
     assert run() == []

@@ -97,7 +97,9 @@ def load_checkpoint(
         adapter, base = adapter_folder.read_adapter(files.folder)
     folder = SentenceTransformersFolder.read(base.folder)
     own = folder if adapter is None else SentenceTransformersFolder.read(files.folder)
-    gliner = GlinerFolder.read(files.folder, backbone)
+    gliner = None
+    if backbone is not None or (files.folder / gliner_files.CONFIG_FILE).is_file():
+        gliner = GlinerFolder.read(files.folder, backbone)
     given, tensors = read_settings(folder.encoder / "config.json"), dict[str, Tensor]()
     if gliner is not None:
         tensors = gliner_files.renamed(read_tensors(weight_files(gliner.path)))

@@ -96,21 +96,20 @@ class GlinerFolder:
     backbone: Path | None
 
     @classmethod
-    def read(cls, path: Path, backbone: str | None) -> "GlinerFolder | None":
-        """Return the folder; None if the folder is none of GLiNER.
+    def read(cls, path: Path, backbone: str | None) -> "GlinerFolder":
+        """Return the folder of a checkpoint.
 
         Args:
             backbone: directory or repository of the backbone; None: the config names it.
 
         Raises:
-            ExportError: no export computes this variant, or the backbone cannot be loaded.
+            ExportError: the folder is none of GLiNER, no export computes this variant, or the
+                backbone cannot be loaded.
         """
         if not (path / CONFIG_FILE).is_file():
-            if backbone is not None:
-                raise ExportError(
-                    f"--backbone is for a checkpoint of GLiNER; {path} has no {CONFIG_FILE}"
-                )
-            return None
+            raise ExportError(
+                f"--backbone is for a checkpoint of GLiNER; {path} has no {CONFIG_FILE}"
+            )
         config = {**_DEFAULTS, **read_settings(path / CONFIG_FILE)}
         _check_variant(config)
         is_whole = config.get("encoder_config") and _has_tokenizer(path)

@@ -39,7 +39,7 @@ _HEADERS: Final = {
     "cache-control": "no-cache",
     "content-security-policy": _POLICY,
     "referrer-policy": "no-referrer",
-    "vary": PREFIX,
+    "vary": f"{PREFIX}, accept",
     "x-content-type-options": "nosniff",
 }
 
@@ -151,14 +151,14 @@ def at_path(written: bytes, path: str) -> bytes:
 
 
 def _schemas(routes: Iterable[Route]) -> tuple[dict[Any, Any], dict[str, Any]]:
-    """Return the schemas by (path, part), and the definitions that the schemas refer to."""
+    """Return the schemas by (method, path, part), and the definitions that the schemas refer to."""
     inputs: list[Any] = []
     for route in routes:
         parts = {"body": route.doc.body, "result": route.doc.result, "error": route.doc.error_body}
         for part, annotation in parts.items():
             if annotation is not None:
                 mode = "validation" if part == "body" else "serialization"
-                inputs.append(((route.path, part), mode, TypeAdapter(annotation)))
+                inputs.append(((route.method, route.path, part), mode, TypeAdapter(annotation)))
     schemas, definitions = TypeAdapter.json_schemas(inputs, ref_template=_REF)
     by_part = {key: schema for (key, _), schema in schemas.items()}
     return by_part, definitions.get("$defs", {})
@@ -168,7 +168,9 @@ def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
     doc = route.doc
     headers = {**_common(route), **doc.headers}
     success: dict[str, Any] = {"description": "Success", "headers": _headers(headers)}
-    content = {} if doc.result is None else {JSON: {"schema": schemas[route.path, "result"]}}
+    content = {}
+    if doc.result is not None:
+        content[JSON] = {"schema": schemas[route.method, route.path, "result"]}
     for media_type in doc.media_types:
         binary = {"format": "binary"} if media_type in (RAW, NPY) else {}
         content[media_type] = {"schema": {"type": "string"} | binary}
@@ -187,7 +189,7 @@ def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
             for name in names
         ]
     if doc.body is not None:
-        body = {"schema": schemas[route.path, "body"]}
+        body = {"schema": schemas[route.method, route.path, "body"]}
         if doc.examples:
             body["examples"] = {title: {"value": one} for title, one in doc.examples.items()}
         operation["requestBody"] = {"required": True, "content": {JSON: body}}
@@ -206,7 +208,7 @@ def _error(status: int, route: Route, schemas: dict[Any, Any]) -> dict[str, Any]
         "headers": _headers(
             {"x-error-code": ERROR_CODE, **_common(route), **_ERROR_HEADERS.get(status, {})}
         ),
-        "content": {JSON: {"schema": schemas[route.path, "error"]}},
+        "content": {JSON: {"schema": schemas[route.method, route.path, "error"]}},
     }
 
 

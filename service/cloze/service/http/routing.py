@@ -80,8 +80,11 @@ def _router(routes: Sequence[Route], respond: Respond) -> FastAPI:
         by_path.setdefault(route.path, {})[route.method] = route.handler
     for path, handler in {**PARTS, "/openapi.json": _openapi_handler(routes)}.items():
         by_path[path] = {"GET": handler}
-    # A route of the settings may be ``/v1/models/own``, which is of ``/v1/models/{model}`` too.
-    for path, handlers in sorted(by_path.items(), key=lambda row: "{" in row[0]):
+    # The first path that fits a request has it: ``/v1/models/own``, which may be a route of the
+    # settings, before ``/v1/models/{model}:predict``, and that before ``/v1/models/{model}``.
+    for path, handlers in sorted(
+        by_path.items(), key=lambda row: ("{" in row[0], row[0].endswith("}"))
+    ):
         functions = {method.lower(): staticmethod(handler) for method, handler in handlers.items()}
         # One route per path, so that ``Allow`` names every method.
         app.add_route(path, type("_Path", (HTTPEndpoint,), functions), methods=list(handlers))

@@ -1,7 +1,7 @@
-"""Cohere's protocol: ``/v2/embed`` and ``/v1/embed``, with Cohere's errors.
+"""Cohere's protocol: ``/v2/embed``, ``/v1/embed`` and ``/v1/tokenize``, with Cohere's errors.
 
-Cohere's int8 and uint8 vectors have a scale that its answers do not state. `/embed` has int8 with
-its scale.
+Integers of int8 and uint8 have a scale per vector, which no answer states; see `vector_numbers`.
+`/embed` has int8 with its scale.
 
 The two routes differ in the answer to a request that names no type of numbers: that of version 1 is
 a list of vectors, and that of version 2 is an object with the list.
@@ -21,24 +21,26 @@ from cloze.service.core import Float32, ServedRequest
 from cloze.service.errors import InvalidRequest, Location
 from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.protocols.protocol import (
-    SIGNS,
     STATUSES_WITHOUT_422,
     LenientModel,
     ProtocolContext,
     TaskRoute,
     WireProtocol,
 )
-from cloze.service.tasks import embed
+from cloze.service.protocols.shared_paths import ServedName
+from cloze.service.protocols.tei import TokenizerRoute
+from cloze.service.protocols.vector_numbers import INTEGERS
+from cloze.service.tasks import embed, token_ids
 from cloze.service.tasks.task import INPUTS
 from cloze.service.tasks.texts import INPUT_TYPES, TRUNCATIONS, Truncate
 from cloze.service.tasks.wire import Count, NotEmpty, Text, Texts, WireModel
 
-EmbeddingType = Literal["float", "base64", "binary", "ubinary"]
+EmbeddingType = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]
 
 _NUMBERS: Final[Mapping[str | None, Callable[[Float32], Any]]] = {
     "float": lambda vectors: vectors,
     "base64": lambda vectors: [b64encode(row).decode() for row in vectors.astype("<f4")],
-    **SIGNS,
+    **INTEGERS,
 }
 """How vectors [n, D] are written."""
 
@@ -87,8 +89,9 @@ class CohereEmbedBody(LenientModel):
     images: list[Any] | None = Field(None, description="refused; the models embed texts")
     embedding_types: list[EmbeddingType] | None = Field(
         None,
-        description="how the numbers are written; base64 has little-endian float32, binary and "
-        "ubinary have signs; the default is float, which /v1/embed then writes without its name",
+        description="how the numbers are written; base64 has little-endian float32, int8 and uint8 "
+        "have a scale per vector, for cosines, binary and ubinary have signs; the default is "
+        "float, which /v1/embed then writes without its name",
     )
     output_dimension: Count | None = Field(None, description="number of leading dimensions to keep")
     truncate: Truncate | None = Field(
@@ -212,11 +215,57 @@ def _texts(body: CohereEmbedBody) -> list[str]:
     return [given.content[0].text for given in body.inputs or ()]
 
 
+class CohereTokenizeBody(LenientModel):
+    """The body of ``POST /v1/tokenize``."""
+
+    text: Text
+    model: ServedName = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeMeta:
+    """What an answer says of itself."""
+
+    api_version: ApiVersion
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeResponse:
+    """The tokens of a text, without special tokens."""
+
+    tokens: list[int]
+    token_strings: list[str]
+    meta: TokenizeMeta
+
+
+class _Tokenize(TokenizerRoute):
+    task = token_ids.TOKENIZE
+    body = CohereTokenizeBody
+    names: ClassVar[Mapping[Location, str]] = {INPUTS: "text"}
+    doc = RouteDoc(
+        "The tokens of a text, in Cohere's shape",
+        "Cohere",
+        TokenizeResponse,
+        CohereErrorBody,
+        examples={"One text": {"text": "A house.", "model": "cloze-bert"}},
+        errors=STATUSES_WITHOUT_422,
+    )
+
+    def to_call(self, _: ServedRequest, body: CohereTokenizeBody) -> tuple[Any, Any]:
+        return body.text, token_ids.TokenizeParameters(add_special_tokens=False)
+
+    def respond(self, _: ServedRequest, __: Any, value: Any) -> TokenizeResponse:
+        [tokens] = value
+        ids, texts = [token.id for token in tokens], [token.text for token in tokens]
+        return TokenizeResponse(ids, texts, TokenizeMeta(ApiVersion("1")))
+
+
 def routes(context: ProtocolContext) -> Sequence[Route]:
     """Return the routes for Cohere's clients."""
-    return [_Embed(context, "2").bind("/v2/embed"), _Embed(context, "1").bind("/v1/embed")]
+    embeds = [_Embed(context, "2").bind("/v2/embed"), _Embed(context, "1").bind("/v1/embed")]
+    return [*embeds, _Tokenize(context).bind("/v1/tokenize")]
 
 
 PROTOCOL: Final = WireProtocol(
-    ("/v2/embed", "/v1/embed"), routes, lambda error: CohereErrorBody(error.message)
+    ("/v2/embed", "/v1/embed", "/v1/tokenize"), routes, lambda error: CohereErrorBody(error.message)
 )

@@ -32,7 +32,10 @@ from cloze.service.tasks.texts import TRUNCATIONS
 from cloze.service.tasks.wire import Count, NotEmpty, Text, WireModel
 
 _PATH: Final = "/v1/ranking"
-_MODEL_PATH: Final = "/v1/retrieval/{model}/reranking"
+_MODEL_PATHS: Final = (
+    "/v1/retrieval/{model}/reranking",
+    "/v1/retrieval/{organization}/{model}/reranking",  # NVIDIA's names have a slash
+)
 
 
 class Passage(WireModel):
@@ -120,11 +123,11 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
     route = _Ranking(context)
 
     async def rank(request: Request) -> Response:
-        model = unquote(request.path_params["model"])
+        model = unquote("/".join(request.path_params.values()))
         return await answer_task(context, partial(route.parse, model=model), request)
 
     bound = route.bind(_PATH)
-    return [bound, Route("POST", _MODEL_PATH, rank, bound.doc, bound.models)]
+    return [bound, *(Route("POST", p, rank, bound.doc, bound.models) for p in _MODEL_PATHS)]
 
 
 PROTOCOL: Final = WireProtocol((_PATH, "/v1/retrieval/"), routes, openai.error_body)

@@ -29,7 +29,7 @@ from cloze.service.protocols.protocol import (
 )
 from cloze.service.tasks import embed
 from cloze.service.tasks.task import INPUTS
-from cloze.service.tasks.wire import CountOrZero, Texts
+from cloze.service.tasks.wire import CountOrZero, Text
 
 MODEL: Final = "a served model, NAME, NAME@VERSION or an alias, also with :latest behind"
 """Describes the field ``model``."""
@@ -38,8 +38,8 @@ MODEL: Final = "a served model, NAME, NAME@VERSION or an alias, also with :lates
 class OllamaEmbedBody(LenientModel):
     """The body of ``POST /api/embed``."""
 
-    input: str | Texts = Field(
-        description="a text, or a list of texts; an empty text has no vector"
+    input: str | list[Text] = Field(
+        description="a text, or a list of texts; an empty one has no vector"
     )
     model: str | None = Field(None, description=f"{MODEL}; null: the default model")
     truncate: bool | None = Field(

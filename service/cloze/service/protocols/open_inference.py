@@ -45,7 +45,11 @@ from cloze.service.tasks.wire import CountOrZero, check_range
 _TAG: Final = "Open Inference Protocol"
 
 
-_NullIsDefault: Final = BeforeValidator(lambda value: {} if value is None else value)
+def _null_is_default(model: Any) -> BeforeValidator:
+    """Return a validator of the model, by which null is an object without fields."""
+    return BeforeValidator(
+        lambda value: {} if value is None else value, json_schema_input_type=model | None
+    )
 
 
 class TensorParameters(LenientModel):
@@ -63,7 +67,7 @@ class InferInput(LenientModel):
     name: str
     shape: list[int] = Field(max_length=8)
     datatype: Literal["BYTES"]
-    parameters: Annotated[TensorParameters, _NullIsDefault] = TensorParameters()
+    parameters: Annotated[TensorParameters, _null_is_default(TensorParameters)] = TensorParameters()
     data: list[str | list[str]] | None = None
 
 
@@ -71,7 +75,7 @@ class InferOutput(LenientModel):
     """An output tensor that a client asks for."""
 
     name: str
-    parameters: Annotated[TensorParameters, _NullIsDefault] = TensorParameters()
+    parameters: Annotated[TensorParameters, _null_is_default(TensorParameters)] = TensorParameters()
 
 
 class InferParameters(LenientModel):
@@ -88,7 +92,7 @@ class InferBody(LenientModel):
     id: str | None = Field(None, max_length=1024, description="returned with the answer")
     model_name: str | None = Field(None, description="ignored: the path has the name")
     outputs: list[InferOutput] | None = Field(None, description="the default is all")
-    parameters: Annotated[InferParameters, _NullIsDefault] = InferParameters()
+    parameters: Annotated[InferParameters, _null_is_default(InferParameters)] = InferParameters()
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +147,7 @@ class _TaskModel(TaskRoute):
     def __init__(self, task: Task, context: ProtocolContext) -> None:
         self.task, self.tensors = task, tensors.TaskTensors(task)
         parameters: Any = create_model("Parameters", __base__=(task.parameters, InferParameters))
-        typed: Any = (Annotated[parameters, _NullIsDefault], parameters())
+        typed: Any = (Annotated[parameters, _null_is_default(parameters)], parameters())
         self.body = create_model("InferBody", __base__=InferBody, parameters=typed)
         super().__init__(context)
 

@@ -14,14 +14,21 @@ from pydantic import AliasChoices, Field
 from cloze.service.core import ServedRequest
 from cloze.service.errors import EmptyRequest, InvalidRequest, Location, UnknownModel
 from cloze.service.http.errors import ErrorInfo
-from cloze.service.http.routes import Route, RouteDoc
+from cloze.service.http.routes import RAW, Route, RouteDoc
 from cloze.service.protocols.protocol import (
-    SIGNS,
     STATUSES_WITHOUT_422,
-    LenientModel,
     ProtocolContext,
     TaskRoute,
     WireProtocol,
+)
+from cloze.service.protocols.vector_numbers import (
+    BYTES,
+    INTEGERS,
+    METADATA,
+    Envelope,
+    NumbersBody,
+    bytes_answer,
+    check_described,
 )
 from cloze.service.tasks import embed
 from cloze.service.tasks.task import INPUTS
@@ -41,7 +48,7 @@ _ALIAS: Final = "/embeddings"
 """Another path of ``/v1/embeddings``, which text-embeddings-inference has."""
 
 
-Numbers = Literal["float", "base64", "binary", "ubinary"]
+Numbers = Literal["float", "base64", "binary", "ubinary", "bytes", "bytes_only"]
 
 
 class TextInput(WireModel):
@@ -50,7 +57,7 @@ class TextInput(WireModel):
     text: Text
 
 
-class OpenAiEmbeddingsBody(LenientModel):
+class OpenAiEmbeddingsBody(NumbersBody):
     """The body of ``POST /v1/embeddings``: OpenAI's fields, and those of clients that follow it.
 
     Those of Voyage, Jina and NVIDIA have roles of texts, and some names of their own.
@@ -68,8 +75,8 @@ class OpenAiEmbeddingsBody(LenientModel):
         None,
         validation_alias=AliasChoices("encoding_format", "encoding_type", "embedding_type"),
         description="base64 encodes little-endian float32, binary and ubinary have the signs of 8 "
-        "numbers per integer; the default is float; Jina's names are encoding_type and "
-        "embedding_type, which may be a list of one",
+        "numbers per integer; vLLM's bytes and bytes_only have no JSON; the default is float; "
+        "Jina's names are encoding_type and embedding_type, which may be a list of one",
     )
     dimensions: Count | None = Field(
         None,
@@ -95,8 +102,10 @@ class OpenAiEmbeddingsBody(LenientModel):
     truncation: bool | None = Field(
         None, description="Voyage's field: false refuses a long text; the default is true"
     )
-    output_dtype: Literal["float", "binary", "ubinary"] | None = Field(
-        None, description="Voyage's field: the type of the numbers, also in base64"
+    output_dtype: Literal["float", "int8", "uint8", "binary", "ubinary"] | None = Field(
+        None,
+        description="Voyage's field: the type of the numbers, also in base64; int8 and uint8 have "
+        "a scale per vector, for cosines",
     )
     normalized: bool | None = Field(
         None,
@@ -183,6 +192,8 @@ class _Embeddings(TaskRoute):
         "OpenAI",
         EmbeddingList,
         OpenAiErrorBody,
+        media_types=(RAW,),
+        headers=METADATA,
         examples={
             "Two texts": {"input": ["What is deep learning?", "A cat sat."], "model": "cloze-bert"}
         },
@@ -194,6 +205,10 @@ class _Embeddings(TaskRoute):
             truncation: dict[str, Any] = {"truncate": body.truncate}
         else:
             truncation = {"truncate": body.truncation} | TRUNCATIONS[body.truncate]
+        if (form := _form(body)) in BYTES and body.output_dtype in INTEGERS:
+            problem = f"is {form}, whose numbers have the type embed_dtype; leave out output_dtype"
+            raise InvalidRequest(problem, Location(("encoding_format",)))
+        check_described(form, body.input)
         given: Any = body.input
         spans = None
         if isinstance(given, list) and given and isinstance(given[0], TextInput):
@@ -211,22 +226,29 @@ class _Embeddings(TaskRoute):
         return given, parameters
 
     def respond(self, request: ServedRequest, body: OpenAiEmbeddingsBody, value: Any) -> Any:
-        forms = body.encoding_format
-        form = next(iter(forms), None) if isinstance(forms, list) else forms
-        kind = form if form in SIGNS else body.output_dtype
-        vectors: Iterable[Any] = (
-            SIGNS[kind](value) if kind in SIGNS else value.astype("<f4", copy=False)
-        )
-        if form == "base64":
-            vectors = [b64encode(vector).decode() for vector in vectors]
-        return EmbeddingList(
-            f"embd-{request.identity.decode('ascii')}",
-            "list",
-            int(self.context.limits.clock.wall()),
-            [EmbeddingRow("embedding", index, vector) for index, vector in enumerate(vectors)],
-            request.model if body.model is None else body.model,
-            Usage(request.tokens, request.tokens),
-        )
+        identity = f"embd-{request.identity.decode('ascii')}"
+        created = int(self.context.limits.clock.wall())
+        model = request.model if body.model is None else body.model
+        usage = Usage(request.tokens, request.tokens)
+        form = _form(body)
+        if form in BYTES:
+            return bytes_answer(body, form, value, Envelope(identity, created, model, usage))
+        kind = form if form in INTEGERS else body.output_dtype
+        vectors: Iterable[Any] = value
+        if kind in INTEGERS:
+            vectors = INTEGERS[kind](value)
+            if form == "base64":
+                vectors = [b64encode(vector).decode() for vector in vectors]
+        elif form == "base64":
+            vectors = map(body.base64, value)
+        rows = [EmbeddingRow("embedding", index, vector) for index, vector in enumerate(vectors)]
+        return EmbeddingList(identity, "list", created, rows, model, usage)
+
+
+def _form(body: OpenAiEmbeddingsBody) -> Numbers | None:
+    """Return how the numbers are written; None: as JSON."""
+    form = body.encoding_format
+    return next(iter(form), None) if isinstance(form, list) else form
 
 
 def _joined(texts: Any) -> tuple[str, list[tuple[int, int]]]:

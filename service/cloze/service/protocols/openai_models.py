@@ -22,7 +22,7 @@ from cloze.service.protocols.protocol import (
     get_route,
     json_response,
 )
-from cloze.service.tasks import embed
+from cloze.service.tasks import embed, rerank
 
 _SHORT_PATH: Final = "/models"
 """Another path of ``/v1/models``, which the servers of vLLM and Infinity have."""
@@ -49,9 +49,13 @@ class ModelRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStatus(ModelRow):
-    """One served model, with the fields of KServe's V1 protocol."""
+    """One served model, with the fields of KServe's V1 protocol.
+
+    Xinference's clients choose by `model_type` how to ask the model; it is null for other models.
+    """
 
     name: str
+    model_type: Literal["embedding", "rerank"] | None
     ready: Literal[True] = True
 
 
@@ -77,7 +81,13 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
         if (error := context.state.why_unready()) is not None:
             raise error
         row = _row(pipeline, pipeline.reference)
-        return json_response(ModelStatus(**asdict(row), name=pipeline.manifest.name))
+        kind: Literal["embedding", "rerank"] | None = None
+        if embed.TASK.name in models.tasks_of[pipeline]:
+            kind = "embedding"
+        elif rerank.scorer_of(pipeline.manifest) == "classifier":
+            kind = "rerank"
+        status = ModelStatus(**asdict(row), name=pipeline.manifest.name, model_type=kind)
+        return json_response(status)
 
     get = partial(get_route, tag="OpenAI", error_body=OpenAiErrorBody)
     return [

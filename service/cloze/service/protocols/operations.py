@@ -12,14 +12,15 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cloze.model_store import Manifest
 from cloze.model_store.embedding_space import own_recipe, tokens_recipe
-from cloze.model_store.heads import token_classification
+from cloze.model_store.heads import sequence_classification, token_classification
 from cloze.model_store.heads.token_classification import TokenLabels, tag_scheme
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.model_store.manifest import Role
 from cloze.service import core, errors
 from cloze.service.http.pages import PAGE, PAGE_HEADERS
-from cloze.service.http.routes import HTML, RECORD, TEXT, Route, RouteDoc
+from cloze.service.http.routes import HTML, RECORD, TEXT, Handler, Route, RouteDoc
 from cloze.service.models.adapters import AdapterBundle
 from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.protocols.protocol import (
@@ -30,7 +31,13 @@ from cloze.service.protocols.protocol import (
     get_route,
     json_response,
 )
-from cloze.service.tasks import embed, late_interaction, rerank, similarity
+from cloze.service.tasks import (
+    embed,
+    late_interaction,
+    rerank,
+    similarity,
+    text_classification,
+)
 from cloze.service.tasks.task import ScoreKind
 from cloze.service.threads import run_on_thread
 
@@ -76,10 +83,12 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
     health = partial(answer_probe, state.why_unready, None)
     metrics = partial(_metrics, context, ThreadPoolExecutor(1, "scrape"))
     page, text = {"media_types": (HTML,), "headers": PAGE_HEADERS}, {"media_types": (TEXT,)}
+    root = partial(_page_or_status, alive)
+    people = "A page on which people try the tasks; liveness for clients that ask for no HTML"
     changes = "Serve what the store, the keys and the certificate hold now"
     reload = RouteDoc(changes, "service", core.Changes, ErrorBody, errors=(401, 403, 409, 503))
     return [
-        get("/", PAGE, "A page on which people try the tasks", None, **page),
+        get("/", root, people, Status, 503, **page),
         get("/healthz", alive, "Liveness: 503 once an engine is dead", Status, 503),
         get("/readyz", ready, "Readiness: 503 while draining or dead", Status, 503),
         get("/health", health, "Readiness, under the path of text-embeddings-inference", None, 503),
@@ -87,6 +96,15 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
         get("/metrics", metrics, "Metrics in Prometheus's text format", None, **text),
         Route("POST", "/admin/reload", partial(_reload, context), reload),
     ]
+
+
+async def _page_or_status(alive: Handler, request: Request) -> Response:
+    """Answer browsers, which name HTML; KServe's clients ask here whether the server lives."""
+    if HTML in request.headers.get("accept", ""):
+        return await PAGE(request)
+    response = await alive(request)
+    response.headers["vary"] = "accept"
+    return response
 
 
 async def _info(context: ProtocolContext, request: Request) -> Response:
@@ -147,7 +165,7 @@ def _describe(context: ProtocolContext, models: Models) -> dict[str, Any]:
         "model_id": first.name,
         "model_sha": first.source.revision,
         "model_dtype": shown.model.precision(),
-        "model_type": {"embedding": {"pooling": "+".join(embedding.poolings)}} if embedding else {},
+        "model_type": _model_type(first),
         "max_input_length": embedding.max_tokens if embedding else first.limits.max_tokens,
         "max_client_batch_size": context.max_request_texts,
         "max_request_bytes": context.body_limits.max_bytes,
@@ -155,6 +173,18 @@ def _describe(context: ProtocolContext, models: Models) -> dict[str, Any]:
         "defaults": {name: d.manifest.reference for name, d in defaults.items() if d},
         "models": [_model(context, models, pipeline) for pipeline in models.pipelines],
     }
+
+
+def _model_type(manifest: Manifest) -> dict[str, Any]:
+    """Return what text-embeddings-inference calls the type of a model; empty if it has none."""
+    if manifest.embedding is not None:
+        return {"embedding": {"pooling": "+".join(manifest.embedding.poolings)}}
+    if sequence_classification.HEAD.name not in manifest.heads:
+        return {}
+    kind = "reranker" if rerank.scorer_of(manifest) == "classifier" else "classifier"
+    numbered = [*enumerate(text_classification.sequence_labels(manifest).labels)]
+    ids = {str(number): label for number, label in numbered}
+    return {kind: {"id2label": ids, "label2id": {label: number for number, label in numbered}}}
 
 
 def _model(context: ProtocolContext, models: Models, pipeline: Pipeline) -> dict[str, Any]:

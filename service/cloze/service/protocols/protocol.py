@@ -8,13 +8,12 @@ from typing import Any, ClassVar, Final, Protocol
 
 import numpy as np
 import orjson
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 
 from cloze.service import errors
-from cloze.service.core import Changes, Float32, ServedRequest
+from cloze.service.core import Changes, ServedRequest
 from cloze.service.http.body import (
     SHORT_BYTES,
     BodyLimits,
@@ -334,14 +333,6 @@ class LenientModel(WireModel):
     """A part of a body that may have unknown fields, as text-embeddings-inference allows."""
 
     model_config = ConfigDict(extra="allow")
-
-
-SIGNS: Final[Mapping[str | None, Callable[[Float32], NDArray[Any]]]] = {
-    "binary": lambda vectors: (np.packbits(vectors > 0, axis=1) - np.uint8(128)).view(np.int8),
-    "ubinary": lambda vectors: np.packbits(vectors > 0, axis=1),
-}
-"""The signs of vectors [n, D], of 8 numbers per integer, as Cohere's, Jina's and Voyage's clients
-expect them: [n, ceil(D / 8)]."""
 
 
 _LONGEST_NAME, _MOST_NAMES = 40, 8

@@ -8,8 +8,8 @@ answer has the fields of all of them:
   ``/v1/rerank``, the only path of Voyage.
 - A result's ``document`` is ``{"text"}``, as Cohere, Jina and vLLM read it. In an answer of
   ``/rerank`` with ``return_documents: true`` it is a string, as Infinity and its client in LiteLLM
-  read it. Without ``return_documents``, which vLLM does not have, an answer of ``/v2/rerank`` has
-  no documents, as Cohere's version 2; the others have.
+  read it, and so it is with Voyage's field ``top_k``. Without ``return_documents``, which vLLM does
+  not have, an answer of ``/v2/rerank`` has no documents, as Cohere's version 2; the others have.
 - Weaviate's module sends no ``model`` to ``/rerank``, and reads ``query`` and ``scores``, which are
   in the order of the request.
 
@@ -159,7 +159,8 @@ class _Documents(RankRoute):
         repeats = body.return_documents
         if repeats is None:
             repeats = self._path != _V2
-        as_string = self._path == PATH and body.return_documents is True
+        of_string = self._path == PATH or "top_k" in body.model_fields_set
+        as_string = of_string and body.return_documents is True
         texts = _texts(body)
         rows = []
         for rank in value.ranks[: body.top_n or body.top_k or None]:

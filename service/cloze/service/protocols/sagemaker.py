@@ -1,6 +1,7 @@
 """SageMaker's protocol: ``GET /ping`` and ``POST /invocations``.
 
 A body is that of any task's native route, of OpenAI's embeddings, of `/rerank` or of `/v1/score`.
+One with ``input`` for a model that gives no embeddings is vLLM's, of `/classify` or of `/pooling`.
 An answer is that of the route. Errors are native ones: SageMaker passes both on to its client.
 
 Source: "Use your own inference code with hosting services", Amazon SageMaker's developer guide.
@@ -14,7 +15,7 @@ from typing import Any, Final
 from cloze.service.core import ServedRequest
 from cloze.service.http.body import load
 from cloze.service.http.routes import Route
-from cloze.service.protocols import openai, reranking, tei, vllm
+from cloze.service.protocols import openai, pooling, reranking, tei, vllm
 from cloze.service.protocols.native import Dispatcher
 from cloze.service.protocols.protocol import (
     ErrorBody,
@@ -35,11 +36,15 @@ class _Invocations(Dispatcher):
     def __init__(self, context: ProtocolContext) -> None:
         super().__init__(context)
         self._by_field: dict[str, TaskRoute] = {
-            "input": openai.embeddings_route(context),
             **vllm.other_routes(context)["/score"],
             **reranking.other_routes(context),  # documents without queries
             "query": tei.rerank_route(context),
         }
+        self._by_model = [
+            openai.embeddings_route(context),
+            vllm.other_routes(context)["/classify"]["input"],
+            pooling.pooling_route(context),
+        ]
         examples = {
             **self.doc.examples,
             "OpenAI's embeddings": {"input": "A cat sat.", "model": "cloze-bert"},
@@ -58,10 +63,22 @@ class _Invocations(Dispatcher):
         """Return the route that a body is for, and the body."""
         value = load(data, self.context.body_limits)
         if isinstance(value, dict) and "inputs" not in value:
+            if "input" in value:
+                return self._of_input(request, value).parse(request, data)
             for field, route in self._by_field.items():
                 if field in value:
                     return route.parse(request, data)
         return self.read(request, value)
+
+    def _of_input(self, request: ServedRequest, body: dict[str, Any]) -> TaskRoute:
+        """Return the first route that the model of a body serves, by default embeddings."""
+        models, name = self.context.models_of(request), body.get("model")
+        if isinstance(name, str):
+            named = models.named(name)
+            for route in self._by_model:
+                if named in route.serving(models):
+                    return route
+        return self._by_model[0]
 
 
 def routes(context: ProtocolContext) -> Sequence[Route]:

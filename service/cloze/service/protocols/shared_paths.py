@@ -6,7 +6,7 @@ paths have the fields that the clients of each protocol read.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Final, Union
+from typing import Annotated, Any, Final, Literal, Union
 
 from pydantic import AfterValidator, Field, RootModel, create_model
 
@@ -26,8 +26,11 @@ ServedName = Annotated[
     Field(description="a served model, NAME or NAME@VERSION; the default is the task's default"),
 ]
 
-Flag = Annotated[bool | None, Field(strict=False)]
-"""A boolean, which some clients send as a text such as ``"true"``."""
+Flag = Annotated[
+    bool | Literal["true", "false"] | None,
+    AfterValidator(lambda flag: flag == "true" if isinstance(flag, str) else flag),
+]
+"""A boolean, which RAGFlow sends as a text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
 
 def rerank_route(context: ProtocolContext) -> TaskRoute:
     """Return the route of ranks, of texts or of documents."""
-    return SharedRoute(context, _Rerank(context), "texts", reranking.other_routes(context))
+    return SharedRoute(context, Rerank(context), "texts", reranking.other_routes(context))
 
 
 _Labels = list[text_classification.LabelScore]
@@ -125,7 +125,9 @@ def _text_pair(texts: Any) -> TextPair:
     return TextPair(text=texts[0], text_pair=texts[1] if len(texts) == 2 else None)
 
 
-class _Rerank(RankRoute):
+class Rerank(RankRoute):
+    """The route of texts in the order of their relevance, in the shape of this protocol."""
+
     body = RerankBody
     doc = _doc(
         "Texts in the order of their relevance to a query",
@@ -137,9 +139,16 @@ class _Rerank(RankRoute):
     )
 
     def to_call(self, _: ServedRequest, body: RerankBody) -> tuple[Any, Any]:
+        """Return the body twice: it has the inputs and the parameters."""
         return body, body
 
     def respond(self, request: ServedRequest, body: RerankBody, value: rerank.Ranking) -> Any:
+        """Return the ranks, best first."""
+        return self.answer(request, self.rows(request, body, value), value.by)
+
+    @staticmethod
+    def rows(request: ServedRequest, body: RerankBody, value: rerank.Ranking) -> Any:
+        """Return what the answer has: the ranks, with the report if the body asks for it."""
         ranks = []
         for rank in value.ranks:
             row: dict[str, Any] = {"index": rank.index, "score": rank.score}
@@ -148,11 +157,10 @@ class _Rerank(RankRoute):
             if request.usage is not None:
                 row["window"] = rank.window
             ranks.append(row)
-        with_usage = {"result": ranks, "usage": request.usage}
-        return self.answer(request, ranks if request.usage is None else with_usage, value.by)
+        return ranks if request.usage is None else {"result": ranks, "usage": request.usage}
 
 
-class _TokenizerRoute(TaskRoute):
+class TokenizerRoute(TaskRoute):
     """A route that needs a tokenizer only, which every model has."""
 
     def _serving(self, models: Models) -> Sequence[Pipeline]:
@@ -161,7 +169,7 @@ class _TokenizerRoute(TaskRoute):
         return [*embedding, *(p for p in models.pipelines if p not in embedding)]
 
 
-class _Tokenize(_TokenizerRoute):
+class _Tokenize(TokenizerRoute):
     task = token_ids.TOKENIZE
     body = TokenizeBody
     doc = _doc(
@@ -171,7 +179,7 @@ class _Tokenize(_TokenizerRoute):
     )
 
 
-class _Decode(_TokenizerRoute):
+class _Decode(TokenizerRoute):
     task = token_ids.DECODE
     body = DecodeBody
     names: ClassVar[Mapping[Location, str]] = {INPUTS: "ids"}

@@ -3,7 +3,8 @@
 An instance is a text, or the body of a native route: ``{"inputs", "parameters"?, "model"?}``. The
 instance may have a ``type``, the name of its task, as instances for text-embeddings-inference have.
 Its prediction is the answer of the native route to that body. All instances of a request are of one
-task, and run as one request of that task.
+task, and run as one request of that task. An instance of the type ``rerank`` stands alone. The
+instance is the body of `/rerank` in the shape of text-embeddings-inference.
 
 For example, ``{"instances": ["a", {"inputs": ["b", "c"]}]}`` runs as the body ``{"inputs": ["a",
 "b", "c"]}`` of `/embed`. With one vector per letter, the answer is ``{"predictions": [[A], [B,
@@ -17,7 +18,7 @@ from functools import partial
 from typing import Annotated, Any, Final
 from urllib.parse import unquote
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -26,15 +27,19 @@ from cloze.service.core import ServedRequest
 from cloze.service.http.body import load, validate
 from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline
+from cloze.service.protocols import tei
 from cloze.service.protocols.instances import (
     INSTANCES,
+    PARAMETERS,
     Joined,
     Predictions,
+    Ranked,
+    check_model,
     is_list,
     native_fields,
     read_instances,
 )
-from cloze.service.protocols.native import Dispatcher, NativeRoute
+from cloze.service.protocols.native import PARAMETERS_AT_ROOT, Dispatcher, NativeRoute
 from cloze.service.protocols.protocol import (
     ErrorBody,
     LenientModel,
@@ -46,8 +51,15 @@ from cloze.service.protocols.protocol import (
     error_body,
     get_route,
 )
-from cloze.service.tasks import Task, embed, text_classification, token_classification
-from cloze.service.tasks.wire import NotEmpty
+from cloze.service.protocols.rank_routes import RANKED_BY
+from cloze.service.tasks import (
+    Task,
+    embed,
+    rerank,
+    text_classification,
+    token_classification,
+)
+from cloze.service.tasks.wire import NotEmpty, NotEmptyText
 
 _TAG: Final = "Vertex AI and KServe V1"
 
@@ -61,7 +73,7 @@ _OF_VECTORS: Final = frozenset(embed.EmbedParameters.model_fields).difference(
 class InstancesBody(LenientModel):
     """The body of ``POST /vertex`` and of ``POST /v1/models/{model}:predict``."""
 
-    instances: Annotated[list[Any], NotEmpty] = Field(
+    instances: Annotated[list[Annotated[Any, NotEmptyText, NotEmpty]], NotEmpty] = Field(
         description='texts, or bodies of one task: {"inputs", "parameters"?, "model"?, "type"?}',
         examples=[["What is deep learning?"]],
     )
@@ -79,15 +91,20 @@ class _Predict(TaskRoute):
         _TAG,
         Predictions,
         ErrorBody,
+        headers=RANKED_BY,
         examples={
             "Two texts": {"instances": ["What is deep learning?", {"inputs": "A cat sat."}]},
             "A task by name": {"instances": [{"type": "embed", "inputs": "A cat sat."}]},
+            "Ranks": {
+                "instances": [{"type": "rerank", "query": "Who died?", "texts": ["A ship left."]}]
+            },
         },
     )
 
     def __init__(self, context: ProtocolContext) -> None:
         self._dispatcher, tasks = Dispatcher(context), context.tasks.values()
         self._known = {name for task in tasks for name in task.parameters.model_fields}
+        self._rerank = tei.Rerank(context)
         super().__init__(context)
 
     def _serving(self, models: Models) -> Sequence[Pipeline]:
@@ -102,6 +119,9 @@ class _Predict(TaskRoute):
             model: the model that the path names.
         """
         body = validate(InstancesBody, load(data, self.context.body_limits))
+        first = next(iter(body.instances), None)
+        if isinstance(first, dict) and first.get("type") == rerank.TASK.name:
+            return self._ranked(body, model)
         models = self.context.models_of(request)
         if model is not None:
             models = models.within(frozenset((models.named(model).reference,)))
@@ -110,6 +130,7 @@ class _Predict(TaskRoute):
         if len(inputs) > 1:
             joined = [one for each in inputs for one in (each if is_list(each) else [each])]
         native = self._route(others, joined, body.parameters, models)
+        own = native_fields(native.task, others, None)
         fields = native_fields(native.task, others, body.parameters)
         if model is not None:
             fields["model"] = model
@@ -121,11 +142,27 @@ class _Predict(TaskRoute):
             for index, one in enumerate(inputs):
                 at = INSTANCES.below(index)
                 self._check_task(native.task, at, others, one, body.parameters, models)
-                validate(native.body, fields | {"inputs": one}, at)
-                fields = native_fields(native.task, others, None)  # the shared ones are valid
+                validate(native.body, own | {"inputs": one}, at)
+            fields = native_fields(native.task, {}, body.parameters) | {"inputs": inputs[0]}
+            at = PARAMETERS if native.task.name in PARAMETERS_AT_ROOT else errors.Location()
+            validate(native.body, fields, at)
             problem = f"has {len(inputs)} instances; {native.task.name} takes one per request"
             raise errors.InvalidRequest(problem, INSTANCES) from None
-        return Joined(native, inputs, body), parsed
+        shared = (body.parameters or {}).keys() - own.keys() - own.get("parameters", {}).keys()
+        return Joined(native, inputs, shared, body), parsed
+
+    def _ranked(self, body: InstancesBody, model: str | None) -> tuple[TaskRoute, BaseModel]:
+        """Return the route of an instance of the type rerank, and its fields as a body."""
+        if (count := len(body.instances)) > 1:
+            problem = f"has {count} instances; rerank takes one per request"
+            raise errors.InvalidRequest(problem, INSTANCES)
+        fields = {**(body.parameters or {}), **body.instances[0]}
+        del fields["type"]
+        check_model(fields, model)
+        if model is not None:
+            fields["model"] = model
+        parsed = validate(tei.RerankBody, fields, INSTANCES.below(0))
+        return Ranked(self._rerank, body), parsed
 
     def _route(
         self, others: Mapping[str, Any], inputs: Any, parameters: Any, models: Models

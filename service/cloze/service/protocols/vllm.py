@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
+from pydantic.config import JsonDict
 
 from cloze.service.core import ServedRequest
 from cloze.service.errors import InvalidRequest, Location
@@ -38,11 +39,22 @@ from cloze.service.tasks.wire import Text, Texts
 _PAIRS: Final = (
     ("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2"),
 )  # fmt: skip
+PAIR_FIELDS: Final = tuple(dict.fromkeys(name for pair in _PAIRS for name in pair))
+
 _TextOrTexts = Text | Texts | None
+
+
+def _only(pair: tuple[str, str]) -> JsonDict:
+    """Return the schema of a body that has one of the pairs of fields."""
+    types: Mapping[bool, JsonDict] = {True: {"type": ["string", "array"]}, False: {"type": "null"}}
+    properties: JsonDict = {name: types[name in pair] for name in PAIR_FIELDS}
+    return {"required": [*pair], "properties": properties}
 
 
 class PairsBody(ScoredBody):
     """The body of ``POST /v1/score``: two fields with one text and some, or with equally many."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": [_only(pair) for pair in _PAIRS]})
 
     queries: _TextOrTexts = Field(None, description="queries, with documents or items")
     documents: _TextOrTexts = None
@@ -59,7 +71,7 @@ class ClassifyBody(ScoredBody):
     input: Text | Texts = Field(description="a text, or a list of texts")
 
 
-class _LabelParameters(PromptTokens, text_classification.TextClassificationParameters):
+class LabelParameters(PromptTokens, text_classification.TextClassificationParameters):
     """The parameters of the task, and vLLM's limit."""
 
 
@@ -170,9 +182,6 @@ def _list(texts: str | list[str]) -> list[str]:
     return [texts] if isinstance(texts, str) else texts
 
 
-PAIR_FIELDS: Final = tuple(dict.fromkeys(name for pair in _PAIRS for name in pair))
-
-
 class _Classify(TaskRoute):
     task = text_classification.IN_ORDER
     body = ClassifyBody
@@ -189,7 +198,7 @@ class _Classify(TaskRoute):
     def to_call(self, _: ServedRequest, body: ClassifyBody) -> tuple[Any, Any]:
         function: text_classification.Function | None = "none" if raw_scores(body) else None
         most = body.truncate_prompt_tokens
-        parameters = _LabelParameters(function_to_apply=function, truncate_prompt_tokens=most)
+        parameters = LabelParameters(function_to_apply=function, truncate_prompt_tokens=most)
         return body.input, parameters
 
     def respond(self, request: ServedRequest, body: ClassifyBody, value: Any) -> Any:

@@ -69,8 +69,15 @@ Bounds = tuple[int, int]
 Offsets = list[tuple[int, int] | None]
 """(start, end) of each token in characters of its text; None for special tokens and a prompt's."""
 
+_LEAST_TOKENS: Final = 5
+"""Fewest tokens that a request may limit a sequence to; a pair has up to 4 special tokens."""
+
+_TokenCount = Annotated[
+    int, Field(json_schema_extra={"anyOf": [{"const": -1}, {"minimum": _LEAST_TOKENS}]})
+]
+
 TokenLimit = Annotated[
-    int | None,
+    _TokenCount | None,
     Field(
         description="vLLM's field: tokens to keep of each text or pair, with the special tokens; "
         "-1 or null keeps as many as the model reads"
@@ -78,9 +85,6 @@ TokenLimit = Annotated[
 ]
 
 S = TypeVar("S")
-
-_LEAST_TOKENS: Final = 5
-"""Fewest tokens that a request may limit a sequence to; a pair has up to 4 special tokens."""
 
 _LOWER_CASE: Final = BeforeValidator(lambda v: v.lower() if isinstance(v, str) else v)
 

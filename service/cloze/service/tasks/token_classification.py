@@ -253,6 +253,20 @@ def _without_overlaps(entities: list[LabelledSpan]) -> list[LabelledSpan]:
     return kept
 
 
+def _prepare_logits(
+    inputs: Any, parameters: TokenClassificationParameters, context: TaskContext
+) -> PreparedRequest[TaggedTexts]:
+    prepared = prepare(inputs, parameters, context)
+    tokens = sum(len(encoding) for encoding in prepared.encodings)
+    context.limits.check_results(tokens, "the request asks for", "rows of scores")
+    return prepared
+
+
+def _decode_logits(state: TaggedTexts, outputs: Outputs, _: TaskContext) -> list[Float32]:
+    """Return the logits [S, L] of each text, special tokens included."""
+    return [output[token_classification.HEAD.name].array[:, state.logits] for output in outputs]
+
+
 TASK: Final = Task(
     name="token-classification",
     route="/token-classification",
@@ -267,3 +281,8 @@ TASK: Final = Task(
     scores=lambda *_: "probability",
     examples={"Entities": {"inputs": "Ada Lovelace was born in London."}},
 )
+
+LOGITS: Final = replace(
+    TASK, prepare=_prepare_logits, decode=_decode_logits, scores=lambda *_: None
+)
+"""The task with the logits of all tokens and labels."""

@@ -13,7 +13,7 @@ from cloze.service.http.keys import Keys
 from cloze.service.http.record import Callers
 from cloze.service.protocols import operations
 from cloze.service.tasks import TASKS
-from tests.support.route_service import Service, State
+from tests.support.route_service import CLASSIFIER, Service, State
 
 CODES = {
     "dead": "engine_dead",
@@ -41,6 +41,7 @@ def states() -> dict[str, State]:
     ("path", "statuses"),
     [
         ("/healthz", {"healthy": 200, "draining": 200, "dead": 503, "restarting": 200}),
+        ("/", {"healthy": 200, "draining": 200, "dead": 503, "restarting": 200}),
         ("/readyz", {"healthy": 200, "draining": 503, "dead": 503, "restarting": 503}),
         ("/health", {"healthy": 200, "draining": 503, "dead": 503, "restarting": 503}),
         ("/v2/health/live", {"healthy": 200, "draining": 200, "dead": 503, "restarting": 200}),
@@ -62,6 +63,7 @@ def test_probes_follow_the_state(service: Service, path: str, statuses: dict[str
 def test_answers_of_probes(service: Service) -> None:
     for path, body in (
         ("/healthz", b'{"status":"alive"}'),
+        ("/", b'{"status":"alive"}'),  # KServe's clients ask there; browsers get a page
         ("/readyz", b'{"status":"ready"}'),
         ("/health", b""),
         ("/v2/health/live", b'{"live":true}'),
@@ -126,6 +128,19 @@ def test_models_without_embeddings(tmp_path: Path) -> None:
         info = few.get("/info").json()
         assert (info["model_id"], info["max_input_length"], info["model_type"]) == ("masks", 12, {})
         assert info["defaults"] == {"fill-mask": "masks@3"}
+
+
+@pytest.mark.parametrize(("labels", "kind"), [(["fits"], "reranker"), (["a", "b"], "classifier")])
+def test_models_with_labels(tmp_path: Path, labels: list[str], kind: str) -> None:
+    """As text-embeddings-inference says it, which Dify reads before it saves a reranker."""
+    heads = {"sequence_classification": {"labels": labels, "problem_type": "regression"}}
+    with Service(tmp_path, [CLASSIFIER | {"heads": heads}]) as made:
+        described = made.get("/info").json()["model_type"]
+        numbers = {label: number for number, label in enumerate(labels)}
+        ids = {str(number): label for label, number in numbers.items()}
+        assert described == {kind: {"id2label": ids, "label2id": numbers}}
+        status = made.get("/v1/models/classes").json()
+        assert status["model_type"] == ("rerank" if kind == "reranker" else None)
 
 
 def test_metrics_in_the_format_that_is_accepted(service: Service) -> None:

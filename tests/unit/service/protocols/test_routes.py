@@ -438,6 +438,8 @@ def test_embeddings_in_the_types_of_voyage_and_jina(service: Service) -> None:
     for named in ({"output_dtype": "ubinary"}, {"embedding_type": ["ubinary"]}):
         assert vectors(**named) == [[0xA0], [0x20]]
     assert vectors(encoding_type="binary") == [[32], [-96]]
+    assert vectors(output_dtype="int8") == [[95, 0, 127, 0], [0, 0, 127, 0]]
+    assert vectors(output_dtype="uint8") == [[223, 128, 255, 128], [128, 128, 255, 128]]
     encoded = vectors(encoding_format="base64", output_dtype="binary")
     assert [np.frombuffer(base64.b64decode(one), np.int8).tolist() for one in encoded] == [
         [32],
@@ -503,7 +505,9 @@ def test_late_chunking_embeds_the_texts_as_parts_of_one(service: Service) -> Non
         ({"model": "x"}, 404, "model_not_found"),
         ({"dimensions": 9}, 400, "invalid_value"),
         ({"encoding_format": "hex"}, 400, "invalid_body"),
-        ({"output_dtype": "int8"}, 400, "invalid_body"),
+        ({"output_dtype": "int4"}, 400, "invalid_body"),
+        ({"output_dtype": "int8", "encoding_format": "bytes"}, 400, "invalid_value"),
+        ({"input": ["a"] * 257, "encoding_format": "bytes"}, 400, "invalid_value"),
         ({"task": "poetry"}, 400, "invalid_value"),
         ({"input": [{"image": "data:"}]}, 400, "invalid_body"),
     ],
@@ -531,8 +535,9 @@ def test_models_in_openai_s_shape(service: Service) -> None:
     one |= {name: rows["data"][0][name] for name in ("embedding_space", "embedding_spaces")}
     assert one["embedding_spaces"]["embed"] == one["embedding_space"]
     assert rows["data"][0] == one
+    kserve = {"name": "tiny", "ready": True, "model_type": "embedding"}
     for name in ("tiny", "tiny%403"):
-        assert ok(service.get(f"/v1/models/{name}")) == one | {"name": "tiny", "ready": True}
+        assert ok(service.get(f"/v1/models/{name}")) == one | kserve
     missing = service.get("/v1/models/x")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
     assert service.get("/v1/x").json()["error"]["type"] == "invalid_request_error"
@@ -555,6 +560,13 @@ def test_embeddings_in_cohere_s_shape(service: Service) -> None:
     asked = COHERE | {"embedding_types": ["ubinary", "binary", "base64"]}
     kinds = ok(service.post("/v2/embed", asked))["embeddings"]
     assert (kinds["ubinary"], kinds["binary"]) == ([[0xA0], [0x20]], [[32], [-96]])
+    integers = ok(service.post("/v2/embed", COHERE | {"embedding_types": ["int8", "uint8"]}))
+    assert integers["embeddings"]["int8"][1] == [0, 0, 127, 0]
+    assert integers["embeddings"]["uint8"][1] == [128, 128, 255, 128]
+    tokens = ok(service.post("/v1/tokenize", {"text": "the of", "model": "small"}))
+    assert tokens["token_strings"] == ["the", "of"]
+    assert tokens["tokens"] == [ID["the"], ID["of"]]
+    assert error_of(service.post("/v1/tokenize", {"text": ""})) == (400, "empty_input")
     vector = np.frombuffer(base64.b64decode(kinds["base64"][1]), "<f4")
     assert vector.tolist() == [0, 0, 1, 0]
     cut = ok(service.post("/v2/embed", COHERE | {"output_dimension": 2, "priority": 3}))
@@ -595,7 +607,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ({"texts": None, "inputs": [{"content": [IMAGE]}]}, 400, "invalid_body"),
         ({"images": ["data:"]}, 400, "invalid_value"),
         ({"input_type": "image"}, 400, "invalid_value"),
-        ({"embedding_types": ["int8"]}, 400, "invalid_body"),
+        ({"embedding_types": ["int4"]}, 400, "invalid_body"),
         ({"output_dimension": 9}, 400, "invalid_value"),
         ({"model": "x"}, 404, "model_not_found"),
     ],

@@ -1,0 +1,204 @@
+"""vLLM's ``/pooling``: the vectors or the scores of texts or of their tokens.
+
+The field `task` is one of vLLM's: ``embed`` is `/embed`, ``token_embed`` is `/embed_all`,
+``classify`` has the scores of all labels of a text, and ``token_classify`` those of each token. The
+default is ``token_embed``, or ``token_classify`` if the model gives no vectors of tokens.
+
+Source: vLLM's OpenAPI document.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, Final
+
+import numpy as np
+
+from cloze.service.core import Float32, ServedRequest
+from cloze.service.errors import InvalidRequest, Location, WrongTask
+from cloze.service.http.body import load, validate
+from cloze.service.http.routes import RAW, Route, RouteDoc
+from cloze.service.models.pipeline import Models, Pipeline
+from cloze.service.protocols import openai
+from cloze.service.protocols.pooling_wire import (
+    PooledText,
+    PooledTexts,
+    PoolingBody,
+    PoolingErrorBody,
+    TaskName,
+    error_body,
+)
+from cloze.service.protocols.protocol import (
+    STATUSES_WITHOUT_422,
+    ProtocolContext,
+    TaskRoute,
+    WireProtocol,
+)
+from cloze.service.protocols.vector_numbers import (
+    BYTES,
+    METADATA,
+    Envelope,
+    bytes_answer,
+    check_described,
+)
+from cloze.service.protocols.vllm import LabelParameters
+from cloze.service.tasks import Task, embed, embed_all, text_classification, token_classification
+from cloze.service.tasks.task import INPUTS, softmax
+from cloze.service.tasks.texts import PromptTokens
+
+_PATH: Final = "/pooling"
+_VECTOR_FIELDS: Final = ("dimensions", "normalize")
+_ACTIVATION: Final = "use_activation"
+_TASK_FIELDS: Final = (*_VECTOR_FIELDS, _ACTIVATION)
+"""Fields of a body that only some tasks have: those of a text's vector, and that of labels."""
+
+
+class _EmbedParameters(PromptTokens, embed.EmbedParameters):
+    """The parameters of the task, and vLLM's limit."""
+
+
+class _TokenParameters(PromptTokens, embed_all.TokenParameters):
+    """The parameters of the task, and vLLM's limit."""
+
+
+class _PoolingRoute(TaskRoute):
+    """The route of one task; `parameters` makes those of the task from a body."""
+
+    body = PoolingBody
+    names: ClassVar[Mapping[Location, str]] = {INPUTS: "input"}
+    doc = RouteDoc(
+        "The vectors or the scores of texts or of their tokens, in vLLM's shape",
+        "vLLM",
+        PooledTexts,
+        PoolingErrorBody,
+        examples={
+            "Vectors of tokens": {"input": "A cat sat.", "task": "token_embed"},
+            "The model's labels": {"input": ["The room was loud."], "task": "classify"},
+        },
+        media_types=(RAW,),
+        headers=METADATA,
+        errors=STATUSES_WITHOUT_422,
+    )
+
+    def __init__(
+        self,
+        context: ProtocolContext,
+        task: Task,
+        parameters: Callable[[PoolingBody], Any],
+        fields: Sequence[str],
+    ) -> None:
+        self.task, self._parameters, self._fields = task, parameters, fields
+        super().__init__(context)
+
+    def to_call(self, _: ServedRequest, body: PoolingBody) -> tuple[Any, Any]:
+        check_described(body.encoding_format, body.input)
+        for name in _TASK_FIELDS:
+            if name not in self._fields and getattr(body, name) is not None:
+                raise InvalidRequest(
+                    f"is not for {self.task.name}; leave it out", Location((name,))
+                )
+        texts = body.input if isinstance(body.input, list) else [body.input]
+        if _ACTIVATION in self._fields and not all(isinstance(text, str) for text in texts):
+            problem = f"has token ids; {self.task.name} needs texts"
+            raise InvalidRequest(problem, Location(("input",)))
+        return body.input, self._parameters(body)
+
+    def respond(self, request: ServedRequest, body: PoolingBody, value: Any) -> Any:
+        """Return the numbers of each text."""
+        arrays = [self.numbers(body, one) for one in value]
+        created = int(self.context.limits.clock.wall())
+        identity = f"pool-{request.identity.decode('ascii')}"
+        model, usage = body.model or request.model, openai.Usage(request.tokens, request.tokens)
+        form = body.encoding_format
+        if form in BYTES:
+            return bytes_answer(body, form, arrays, Envelope(identity, created, model, usage))
+        data: list[Any] = [*map(body.base64, arrays)] if form == "base64" else arrays
+        rows = [PooledText(index, "pooling", numbers) for index, numbers in enumerate(data)]
+        return PooledTexts(identity, "list", created, model, rows, usage)
+
+    def numbers(self, body: PoolingBody, one: Any) -> Float32:
+        """Return the numbers [D] or [S, D] of what the task gives for a text."""
+        if self.task is text_classification.IN_ORDER:
+            return np.array([label.score for label in one], np.float32)
+        if self.task is token_classification.LOGITS and body.use_activation is not False:
+            return softmax(one)
+        vectors: Float32 = np.asarray(one, np.float32)
+        return vectors
+
+
+def _label_parameters(body: PoolingBody) -> LabelParameters:
+    function: text_classification.Function | None = None
+    if body.use_activation is False:
+        function = "none"
+    most = body.truncate_prompt_tokens
+    return LabelParameters(function_to_apply=function, truncate_prompt_tokens=most)
+
+
+def _tag_parameters(body: PoolingBody) -> token_classification.TokenClassificationParameters:
+    if body.truncate_prompt_tokens not in (None, -1):
+        at = Location(("truncate_prompt_tokens",))
+        raise InvalidRequest("is not served for token_classify; leave it out", at)
+    return token_classification.TokenClassificationParameters()
+
+
+def _embed_parameters(body: PoolingBody) -> _EmbedParameters:
+    return _EmbedParameters(
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        dimensions=body.dimensions,
+        normalize=body.normalize,
+    )
+
+
+def _token_parameters(body: PoolingBody) -> _TokenParameters:
+    return _TokenParameters(truncate_prompt_tokens=body.truncate_prompt_tokens)
+
+
+class _Pooling(_PoolingRoute):
+    """The route of all tasks, which the body chooses."""
+
+    def __init__(self, context: ProtocolContext) -> None:
+        super().__init__(context, embed_all.TASK, _token_parameters, ())
+        make = partial(_PoolingRoute, context)
+        routes: dict[TaskName, _PoolingRoute] = {
+            "token_embed": make(embed_all.TASK, _token_parameters, ()),
+            "token_classify": make(token_classification.LOGITS, _tag_parameters, (_ACTIVATION,)),
+            "embed": make(embed.TASK, _embed_parameters, _VECTOR_FIELDS),
+            "classify": make(text_classification.IN_ORDER, _label_parameters, (_ACTIVATION,)),
+        }
+        self._routes = {n: r for n, r in routes.items() if r.task.name in context.tasks}
+
+    def _serving(self, models: Models) -> Sequence[Pipeline]:
+        return [*dict.fromkeys(p for route in self._routes.values() for p in route.serving(models))]
+
+    def parse(self, request: ServedRequest, data: bytes) -> tuple[TaskRoute, PoolingBody]:
+        """Return the route of the body's task, and the body.
+
+        Raises:
+            WrongTask: the model, or all models, cannot do the task.
+        """
+        body = validate(PoolingBody, load(data, self.context.body_limits))
+        models = self.context.models_of(request)
+        named = None if body.model is None else models.named(body.model)
+        served = [
+            name
+            for name, route in self._routes.items()
+            if (pipelines := route.serving(models)) and (named is None or named in pipelines)
+        ]
+        task = body.task or next((name for name in served if name.startswith("token_")), "score")
+        if task not in served:
+            whom = "any served model" if named is None else f"the model {named.reference}"
+            known = " or ".join(served) or "no task of this route"
+            raise WrongTask(f"Task {task} is not supported by {whom}, which does {known}")
+        return self._routes[task], body
+
+
+def routes(context: ProtocolContext) -> Sequence[Route]:
+    """Return the route of vLLM's clients."""
+    return [pooling_route(context).bind(_PATH)]
+
+
+def pooling_route(context: ProtocolContext) -> TaskRoute:
+    """Return the route of all tasks, for a path of another protocol."""
+    return _Pooling(context)
+
+
+PROTOCOL: Final = WireProtocol((_PATH,), routes, error_body)

@@ -50,12 +50,12 @@ function notServed({ task, exported = task }) {
 }
 
 function showPanel(panel, info) {
-  const models = info.models
+  const tasksOf = Object.fromEntries(info.models
     .filter(({ tasks }) => tasks.includes(panel.task))
-    .map(({ name, version }) => `${name}@${version}`);
+    .map(({ name, version, tasks }) => [`${name}@${version}`, tasks]));
   const inputs = Object.fromEntries(panel.fields.map((field) => [field.name, input(field)]));
   const model = element("select", { name: "model" },
-    ...models.map((name) => element("option", { value: name }, name)));
+    ...Object.keys(tasksOf).map((name) => element("option", { value: name }, name)));
   model.value = info.defaults[panel.task];
   const small = panel.fields.filter(({ kind }) => kind);
   const labelled = ({ label, name }) => element("label", {}, label, inputs[name]);
@@ -73,7 +73,8 @@ function showPanel(panel, info) {
     event.preventDefault();
     underway.abort();
     const current = underway = new AbortController();
-    const values = Object.fromEntries(Object.entries(inputs).map(([name, { value }]) => [name, value]));
+    const values = { tasks: tasksOf[model.value] };
+    for (const [name, { value }] of Object.entries(inputs)) values[name] = value;
     const body = panel.body(values);
     if (model.value !== info.defaults[panel.task]) body.model = model.value;
     try {

@@ -20,7 +20,7 @@ install: $(VENV)/.installed  ## Create .venv with everything for work on the pro
 $(VENV)/.installed: pyproject.toml client/pyproject.toml constraints.txt
 	$(check-python)
 	$(PYTHON) -m venv $(VENV)
-	@echo 'Installing the development environment; this usually takes four minutes.'
+	@echo 'Installing the development environment; this takes four to nine minutes.'
 	$(BIN)/pip install --constraint constraints.txt --editable ./client --editable '.[cpu,dev]'
 	touch $@
 
@@ -30,7 +30,7 @@ SERVING := .venv-serving
 $(SERVING)/.installed: pyproject.toml client/pyproject.toml constraints.txt
 	$(check-python)
 	$(PYTHON) -m venv $(SERVING)
-	@echo 'Installing the serving environment; this usually takes one minute.'
+	@echo 'Installing the serving environment; this takes one to three minutes.'
 	$(SERVING)/bin/pip install --constraint constraints.txt --editable ./client --editable '.[cpu]'
 	touch $@
 

@@ -1,5 +1,5 @@
 """Runs the command line: ``python -m cloze``."""
 
-from cloze.cli import main
+from cloze.entry import main
 
 main()

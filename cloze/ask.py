@@ -13,7 +13,7 @@ import click
 
 from cloze.failing import fail
 from cloze.model_store.installation import install_command
-from cloze.options import json_option
+from cloze.options import complete_bundle, json_option
 from cloze.tables import print_rows
 
 if TYPE_CHECKING:
@@ -147,7 +147,9 @@ _ASKING = {
 @click.option(
     "--key", envvar="CLOZE_KEY", show_envvar=True, help="API key, if the server has keys."
 )
-@click.option("--model", help="Served model to ask, NAME or NAME@VERSION.")
+@click.option(
+    "--model", shell_complete=complete_bundle, help="Served model to ask, NAME or NAME@VERSION."
+)
 @click.option("--top-k", type=click.IntRange(1), help="Number of results per text.")
 @click.option("--target", "targets", multiple=True, help="Token to choose among; repeatable.")
 @click.option("--label", "candidate_labels", multiple=True, help="Own label; repeatable.")

@@ -1,6 +1,7 @@
 """``cloze bulk``: results for the texts of large files, without a server."""
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -11,7 +12,7 @@ import click
 
 from cloze.failing import fail
 from cloze.model_store.installation import install_command
-from cloze.options import json_option, store_option
+from cloze.options import complete_bundle, json_option, store_option
 from cloze.tables import report
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ F = TypeVar("F", bound=Callable[..., None])
 
 ROWS_WITH_ERRORS = 3
 """Exit code of a run whose results are complete, but have rows with an error."""
+
+_LINE_EVERY_S = 30.0
+"""Seconds between lines about the progress, where no bar is shown."""
 
 
 @click.group()
@@ -69,10 +73,14 @@ _OUTPUT = [
         "--shard-rows",
         type=click.IntRange(1),
         default=10_000,
-        help="Most rows per file of results; a run that was ended repeats at most the files that "
-        "it had begun.",
+        help="Most rows per file of results. A file is complete after 20 s at the latest, and a "
+        "run that was ended repeats at most the files that it had begun.",
     ),
-    click.option("--model", help="Model, as for `cloze serve --model`.  [default: the task's]"),
+    click.option(
+        "--model",
+        shell_complete=complete_bundle,
+        help="Model, as for `cloze serve --model`.  [default: the task's]",
+    ),
     click.option(
         "--adapter",
         type=click.Path(path_type=Path, exists=True, file_okay=False),
@@ -309,6 +317,8 @@ def _run(command: str, values: dict[str, Any]) -> None:
         fail(str(error), code=2)
     except BulkError as error:
         fail(str(error))
+    except KeyboardInterrupt:
+        fail("interrupted; complete files are kept, the same command goes on from there", 130)
     _print(summary, as_json=values["as_json"])
 
 
@@ -345,7 +355,7 @@ def _engine(values: dict[str, Any]) -> "RunShards":
 
 @contextmanager
 def _watcher(*, shown: bool) -> Iterator["Watcher"]:
-    """Yield what shows a progress bar, if standard error is a terminal."""
+    """Yield what shows a progress bar, or a line every 30 s if standard error is no terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
@@ -353,14 +363,42 @@ def _watcher(*, shown: bool) -> Iterator["Watcher"]:
 
     console = Console(stderr=True)
     columns = (BarColumn(bar_width=None), MofNCompleteColumn(), TimeRemainingColumn())
-    hidden = not (shown and console.is_terminal)
-    with Progress(*columns, console=console, disable=hidden, expand=True) as bar:
+    if shown and not console.is_terminal:
+        lines = _Lines()
+        yield Watcher(report=report, on_plan=lines.on_plan, on_rows=lines.on_rows)
+        return
+    with Progress(*columns, console=console, disable=not shown, expand=True) as bar:
         rows = bar.add_task("rows", total=None)
         yield Watcher(
             report=report,
             on_plan=lambda total, done: bar.update(rows, total=total, completed=done),
             on_rows=lambda count: bar.advance(rows, count),
         )
+
+
+class _Lines:
+    """Reports the rows that are written, every `_LINE_EVERY_S`."""
+
+    def __init__(self) -> None:
+        self._total = self._done = self._new = 0
+        self._began = self._last = time.monotonic()
+
+    def on_plan(self, total: int, done: int) -> None:
+        self._total, self._done = total, done
+        self._began = self._last = time.monotonic()
+
+    def on_rows(self, count: int) -> None:
+        self._done += count
+        self._new += count
+        now = time.monotonic()
+        if now - self._last >= _LINE_EVERY_S:
+            self._last = now
+            rate = self._new / (now - self._began)
+            left_s = (self._total - self._done) / rate
+            report(
+                f"{self._done:,} of {self._total:,} rows, {rate:,.1f} rows/s, "
+                f"about {left_s / 60:,.0f} min left"
+            )
 
 
 def _print(summary: "Summary", *, as_json: bool) -> None:

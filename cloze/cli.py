@@ -31,14 +31,12 @@ from cloze.model_store.heads.sequence_classification import RERANK
 from cloze.model_store.installation import build, install_command
 from cloze.model_store.manifest import NAME_PATTERN, Precision, Weights
 from cloze.model_store.store import Bundle, Store, StoreError
-from cloze.options import json_option, store_option
+from cloze.options import CONTEXT, complete_bundle, json_option, store_option
 from cloze.store_command import gates, measured, store
 from cloze.tables import report
 from cloze.train import train
 
 T = TypeVar("T")
-
-_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -69,7 +67,7 @@ def _print_version(context: click.Context, _: click.Parameter, asked: bool) -> N
         context.exit()
 
 
-@click.group(context_settings=_CONTEXT)
+@click.group(context_settings=CONTEXT)
 @click.option(
     "--version",
     is_flag=True,
@@ -375,6 +373,7 @@ def _setting_options() -> list[click.Parameter]:
             help=f"{text[:1].upper()}{text[1:]}.  [env: {ENV_PREFIX}{name.upper()}{default}]",
             multiple=name in _REPEATED,
             show_default=False,
+            shell_complete=complete_bundle if name in ("model", "default") else None,
         )
         options.append(option)
     return options
@@ -396,6 +395,7 @@ def serve(**flags: Any) -> None:
     try:
         from cloze.service.errors import StartupError
         from cloze.service.models.served_models import onnx_engine, open_bundles
+        from cloze.service.server.listen import check_port
         from cloze.service.server.startup import (
             begin,
             memory_problem,
@@ -405,6 +405,7 @@ def serve(**flags: Any) -> None:
         from cloze.service.settings import load_settings
 
         settings = load_settings({**flags, **{name: flags[name] or None for name in _REPEATED}})
+        check_port(settings)
         models = bundles_to_serve(settings, report)
         settings = settings.model_copy(update={"model": models})
         if settings.frontends or settings.gpus > 1:

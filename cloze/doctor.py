@@ -52,9 +52,16 @@ def doctor(model_store: Path, as_json: bool) -> None:
     The exit code is 1 if something keeps the server from starting.
     """
     findings = list(_findings(model_store))
-    print_rows([asdict(finding) for finding in findings], as_json=as_json)
+    rows = [asdict(finding) for finding in findings]
+    print_rows(rows if as_json else [_in_one_sentence(row) for row in rows], as_json=as_json)
     if any(finding.status == "problem" for finding in findings):
         sys.exit(1)
+
+
+def _in_one_sentence(row: dict[str, str]) -> dict[str, str]:
+    """Return the row of a table: the finding, with the advice after it."""
+    advice = row.pop("advice")
+    return row | {"finding": f"{row['finding']}; {advice}" if advice else row["finding"]}
 
 
 def _findings(model_store: Path) -> Iterator[Finding]:
@@ -71,14 +78,13 @@ def _findings(model_store: Path) -> Iterator[Finding]:
 def _processor() -> Iterator[Finding]:
     from cloze.service.machine import available_cpus
 
-    instructions = ", ".join(int8_instructions()) or "no int8 instructions"
     cores = f"{available_cpus()} cores for this process"
-    yield Finding("ok", "processor", f"{processor_name()}; {cores}; {instructions}")
+    yield Finding("ok", "processor", ", ".join([processor_name(), cores, *int8_instructions()]))
     if (reason := int8_advantage()) is not None:
         yield Finding(
             "ok",
             "precision",
-            f"auto takes int8 on a CPU, because of {reason}",
+            f"auto takes int8 on a CPU, which is faster than fp32 by {reason}",
             "export with --precision int8, so that bundles have it",
         )
     else:

@@ -23,11 +23,12 @@ def fetch(models: tuple[str, ...], sha256: str | None, model_store: Path) -> Non
     """Put models into the model store, so that a server needs neither a network nor torch.
 
     A MODEL is what `cloze serve --model` takes; without one, those of CLOZE_MODEL are fetched. It
-    is a repository (hub:org/name@revision), or the address of a bundle or of a checkpoint: a folder
-    of an object store (s3://, gs://, az://, or another one of fsspec), or an archive (.tar.gz, .tgz
-    or .tar.zst) in such a store or by https. #sha256=HEX after an address is the expected hash: of
-    the archive, or of the list that sha256sum prints of a folder's files, sorted by path. The
-    command prints the hash of what it fetched. A commit as revision pins a repository.
+    is a repository (hub:org/name@revision), the directory (./path) of a bundle or of a checkpoint,
+    or the address of one: a folder of an object store (s3://, gs://, az://, or another one of
+    fsspec), or an archive (.tar.gz, .tgz or .tar.zst) in such a store or by https. #sha256=HEX
+    after an address is the expected hash: of the archive, or of the list that sha256sum prints of a
+    folder's files, sorted by path. The command prints the hash of what it fetched. A commit as
+    revision pins a repository.
 
     A model that was fetched before is not fetched again. A server that has the same MODEL serves
     the bundle from the store. An error leaves the store unchanged.

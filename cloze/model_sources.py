@@ -90,6 +90,11 @@ def _exported(name: str, settings: "Settings", report: Report) -> str:
             _check_space(store.root, folder)
         extra = "; int8 takes a minute or more" if Precision.INT8 in precisions else ""
         files = {} if folder is None else _snapshot(folder)
+        if folder is not None and _is_bundle(folder):
+            reference = _adopted(folder, store)
+            report(f"copied the bundle {folder} as {reference}")
+            record.write(reference, files, None)
+            return reference
         report(f"exporting {name}, once; it takes some seconds per 10 million parameters{extra}")
         reference = _export(source, revision, bundle_name, store, precisions, report)
         # Otherwise a writer was faster, and the next start exports again.
@@ -98,6 +103,21 @@ def _exported(name: str, settings: "Settings", report: Report) -> str:
         return reference
 
     return _made_once(store.root, made, make, name, report)
+
+
+def _is_bundle(folder: Path) -> bool:
+    """Return whether a folder is a bundle rather than a checkpoint."""
+    return (folder / "manifest.json").is_file() and not (folder / "config.json").exists()
+
+
+def _adopted(folder: Path, store: Store) -> str:
+    """Copy a bundle into the store, under its own name and version."""
+    try:
+        with store.staging() as staging:
+            copy = Path(shutil.copytree(folder, staging / "bundle"))
+            return store.adopt(copy).manifest.reference
+    except (OSError, StoreError) as error:
+        raise SourceError(f"model {folder}: {error}") from error
 
 
 def _made_once(

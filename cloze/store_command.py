@@ -14,7 +14,7 @@ from cloze.model_store.embedding_space import embedding_space, own_recipes
 from cloze.model_store.installation import install_command
 from cloze.model_store.manifest import Gate, Manifest
 from cloze.model_store.store import Store, StoreError
-from cloze.options import json_option, store_option
+from cloze.options import complete_bundle, json_option, store_option
 from cloze.tables import Row, print_rows
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _adapters(
 
 
 @store.command()
-@click.argument("reference", metavar="NAME[@VERSION]")
+@click.argument("reference", metavar="NAME[@VERSION]", shell_complete=complete_bundle)
 @store_option
 def show(reference: str, model_store: Path) -> None:
     """Print a bundle's manifest as JSON, and the names of its embedding spaces.
@@ -135,7 +135,9 @@ def show(reference: str, model_store: Path) -> None:
 
 
 @store.command()
-@click.argument("references", metavar="[NAME[@VERSION]]...", nargs=-1)
+@click.argument(
+    "references", metavar="[NAME[@VERSION]]...", nargs=-1, shell_complete=complete_bundle
+)
 @_adapter_option
 @json_option
 @store_option
@@ -193,7 +195,7 @@ def _verify_adapter(adapter: "AdapterBundle") -> tuple[str, str]:
 
 
 @store.command()
-@click.argument("reference", metavar="NAME[@VERSION]")
+@click.argument("reference", metavar="NAME[@VERSION]", shell_complete=complete_bundle)
 @click.option("--yes", is_flag=True, help="Remove without asking; needed outside a terminal.")
 @store_option
 def remove(reference: str, yes: bool, model_store: Path) -> None:

@@ -1,6 +1,7 @@
 """Prints progress, and results: a table on a terminal, plain columns to a pipe, or JSON."""
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -43,7 +44,9 @@ def _print_rich(rows: Sequence[Row], right: Sequence[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    # With NO_COLOR, rich leaves out colours, but not bold letters.
+    heading = "" if os.environ.get("NO_COLOR") else "bold"
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style=heading)
     for column in rows[0]:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:

@@ -146,7 +146,11 @@ def finetune_qa(
 
 @train.command("finetune-classify")
 @click.argument("source")
-@files_option("labelled", "JSON Lines: text, text_pair, label or labels; also .xz", required=True)
+@files_option(
+    "labelled",
+    "JSON Lines: text, text_pair, label or labels; or CSV or TSV with a header; also .xz",
+    required=True,
+)
 @files_option("held-out-labelled", _MEASURED)
 @lora_option
 @run_command("LabelsRecipe", "finetune-classify")
@@ -160,7 +164,7 @@ def finetune_classify(
     """Fine-tune the checkpoint SOURCE for labels of texts or pairs.
 
     A label that is a string is one of several classes; a list of labels is any number of them; a
-    number is predicted (regression).
+    number is predicted (regression). The column label of a table has classes, and score numbers.
 
     \b
     Example:

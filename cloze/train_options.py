@@ -5,7 +5,7 @@ Training packages are imported inside the functions, because a serving installat
 
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -114,12 +114,14 @@ def run_command(kind: str, default: str | None) -> Option:
             **arguments: Any,
         ) -> None:
             from cloze.export.train import recipe as recipes
+
+            settings = recipes.load_recipe(recipe, getattr(recipes, kind), seed=seed)
+            _read_early(arguments)  # the imports that follow take seconds
             from cloze.export.train.device import is_main
             from cloze.export.train.folder import open_folder
             from cloze.export.train.run_dir import locked
             from cloze.export.train.run_options import RunOptions
 
-            settings = recipes.load_recipe(recipe, getattr(recipes, kind), seed=seed)
             if "lora" in arguments:
                 settings = settings.with_rank(arguments.pop("lora"))
             opened = open_device(device, threads)
@@ -136,6 +138,24 @@ def run_command(kind: str, default: str | None) -> Option:
         return _with_run_options(command, default)
 
     return make
+
+
+def _read_early(arguments: Mapping[str, Any]) -> None:
+    """Read the files of rows, and the first line of each other file, for the sake of the errors."""
+    from cloze.export.measure import documents, labelled, squad
+
+    for name, read in (
+        ("labelled", labelled.read_labelled),
+        ("held_out_labelled", labelled.read_labelled),
+        ("tagged", labelled.read_tagged),
+        ("held_out_tagged", labelled.read_tagged),
+        ("questions", squad.read_questions),
+    ):
+        if files := arguments.get(name):
+            read(files)
+    for name in ("corpus", "pairs", "held_out_pairs"):
+        for file in arguments.get(name, ()):
+            next(documents.read_lines(file), None)
 
 
 def _with_run_options(command: Command, default: str | None) -> Command:

@@ -70,8 +70,9 @@ def run_job(
         earlier = [folder.report(shard) for shard in plan.shards if folder.is_complete(shard)]
         done = {report.shard for report in earlier}
         shards = [shard for shard in plan.shards if shard.number not in done]
-        watcher.on_plan(plan.rows, sum(report.rows for report in earlier))
+        begun = [report for shard in shards if (report := folder.begun(shard)) is not None]
+        watcher.on_plan(plan.rows, sum(report.rows for report in (*earlier, *begun)))
         started = time.monotonic()
         reports = run_shards(job, shards, watcher.on_rows) if shards else []
         seconds = time.monotonic() - started
-    return summarize(job, earlier, reports, seconds)
+    return summarize(job, earlier, reports, seconds, begun)

@@ -3,7 +3,8 @@
     <output>/_manifest.json         the run: its inputs, its model, its options, and its shards
     <output>/_reports/00000.json    the report of shard 0
     <output>/_reports/lock          locked by the process that writes to the folder
-    <output>/part-00000.parquet     the results of shard 0, complete
+    <output>/part-00000.parquet     the results of shard 0, or of its last rows, complete
+    <output>/part-00000-000000256.parquet  of its rows up to row 256, if the shard takes long
     <output>/_part-00000-<random>   results that are not complete, which no reader opens
 
 A complete file gets its name by one ``rename``. Readers of folders, such as Arrow and Spark, leave
@@ -33,11 +34,13 @@ class ShardReport:
     """What became of the rows of a shard so far.
 
     Attributes:
+        rows: number of rows that are written.
         errors: number of rows that have an error instead of a result.
         truncated: number of rows whose text was cut.
         tokens: number of tokens that the engine ran.
         first_error: the first error with its row; "" without errors.
         embedding_space: name of the space of the vectors; "" without vectors.
+        files: number of files that have the rows.
     """
 
     shard: int
@@ -48,6 +51,7 @@ class ShardReport:
     precision: str
     first_error: str = ""
     embedding_space: str = ""
+    files: int = 1
 
 
 class RunFolder:
@@ -68,11 +72,20 @@ class RunFolder:
         """Return a new name for results that are not complete."""
         return self.path / f"{_UNFINISHED}{shard.number:05d}-{secrets.token_hex(8)}"
 
-    def complete(self, unfinished: Path, shard: Shard, report: ShardReport) -> None:
-        """Give the results of a shard their name, after its report."""
-        _write_synced(self._report(shard.number), json.dumps(asdict(report)))
+    def complete(
+        self, unfinished: Path, shard: Shard, report: ShardReport, *, is_last: bool = True
+    ) -> None:
+        """Give results their name, after the report of the shard's rows up to their end.
+
+        Args:
+            is_last: whether the shard has no further rows.
+        """
+        result = self.result(shard)
+        if not is_last:
+            result = result.with_stem(f"{result.stem}-{report.rows:09d}")
+        _write_synced(self._report(result), json.dumps(asdict(report)))
         sync(unfinished)
-        unfinished.replace(self.result(shard))
+        unfinished.replace(result)
         sync(self.path)
 
     def report(self, shard: Shard) -> ShardReport:
@@ -81,14 +94,27 @@ class RunFolder:
         Raises:
             BulkError: the report was removed or changed.
         """
-        file = self._report(shard.number)
+        return self._read_report(self.result(shard))
+
+    def begun(self, shard: Shard) -> ShardReport | None:
+        """Return the report of a shard's rows that an earlier run wrote; None: it wrote none.
+
+        Raises:
+            BulkError: the report was removed or changed.
+        """
+        result = self.result(shard)
+        parts = sorted(self.path.glob(f"{result.stem}-*{result.suffix}"))
+        return self._read_report(parts[-1]) if parts else None
+
+    def _read_report(self, result: Path) -> ShardReport:
+        file = self._report(result)
         try:
             return ShardReport(**json.loads(file.read_bytes()))
         except (OSError, ValueError, TypeError):
-            raise BulkError(f"{file} is missing or damaged; remove {self.result(shard)}") from None
+            raise BulkError(f"{file} is missing or damaged; remove {result}") from None
 
-    def _report(self, number: int) -> Path:
-        return self.path / _REPORTS / f"{number:05d}.json"
+    def _report(self, result: Path) -> Path:
+        return self.path / _REPORTS / f"{result.stem.removeprefix('part-')}.json"
 
     def recorded_plan(self, files: Sequence[InputFile], shard_rows: int) -> Plan | None:
         """Return the recorded plan; None if there is none of these files and rows per shard."""

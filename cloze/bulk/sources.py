@@ -1,6 +1,7 @@
 """The input of a run: finds its files, and divides their rows into shards."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -143,8 +144,8 @@ class ShardReader:
         self._columns = list(dict.fromkeys([*kept.names, *texts]))
         self._parquet = ParquetReader()
 
-    def read(self, shard: Shard) -> Iterator[Chunk]:
-        """Yield the rows of a shard.
+    def read(self, shard: Shard, skipped: int = 0) -> Iterator[Chunk]:
+        """Yield the rows of a shard, except the first ``skipped`` rows.
 
         Raises:
             BulkError: the file is not what it was when the run was planned.
@@ -154,8 +155,8 @@ class ShardReader:
         try:
             if _described(path) != file:
                 raise BulkError(f"{path} has changed since the run began")
-            rows = 0
-            for chunk in self._chunks(path, shard):
+            rows = skipped
+            for chunk in self._chunks(path, shard, skipped):
                 rows += len(chunk)
                 yield chunk
         except OSError as error:
@@ -163,15 +164,16 @@ class ShardReader:
         if rows != shard.rows:
             raise BulkError(f"{path} has changed since the run began")
 
-    def _chunks(self, path: Path, shard: Shard) -> Iterator[Chunk]:
+    def _chunks(self, path: Path, shard: Shard, skipped: int) -> Iterator[Chunk]:
         if self._plan.format is FileFormat.PARQUET:
-            batches = self._parquet.read(path, self._columns, shard.first_row, shard.rows)
+            first, count = shard.first_row + skipped, shard.rows - skipped
+            batches = self._parquet.read(path, self._columns, first, count)
             for batch in batches:
                 yield chunk_of_batch(batch, self._texts, self._kept)
             return
         place = text_files.Range(shard.rows, shard.start, shard.end)
         rows = text_files.read(path, self._plan.format, place, self._plan.schema.names)
-        for group in grouped(rows):
+        for group in grouped(islice(rows, skipped, None)):
             yield chunk_of_rows(group, self._texts, self._kept)
 
 

@@ -62,10 +62,18 @@ def summarize(
     earlier: Sequence[ShardReport],
     reports: Sequence[ShardReport],
     seconds: float,
+    begun: Sequence[ShardReport] = (),
 ) -> Summary:
-    """Return the summary of a run."""
+    """Return the summary of a run.
+
+    Args:
+        earlier: of the shards that an earlier run completed.
+        reports: of the shards that this run completed, rows of earlier runs included.
+        begun: of the rows that an earlier run wrote of these shards.
+    """
     both = sorted([*earlier, *reports], key=lambda report: report.shard)
-    answered = sum(report.rows - report.errors for report in reports)
+    answered = _answered(reports) - _answered(begun)
+    tokens = sum(report.tokens for report in reports) - sum(report.tokens for report in begun)
     per_s = 1 / max(seconds, 1e-9)
     return Summary(
         output=str(job.output),
@@ -74,14 +82,18 @@ def summarize(
         rows=sum(report.rows for report in both),
         errors=sum(report.errors for report in both),
         truncated=sum(report.truncated for report in both),
-        files=len(both),
-        resumed_files=len(earlier),
+        files=sum(report.files for report in both),
+        resumed_files=sum(report.files for report in (*earlier, *begun)),
         seconds=round(seconds, 3),
         texts_per_s=round(answered * per_s, 1),
-        tokens_per_s=round(sum(report.tokens for report in reports) * per_s, 1),
+        tokens_per_s=round(tokens * per_s, 1),
         first_error=next((_located(job, r) for r in both if r.first_error), ""),
         embedding_spaces=sorted({r.embedding_space for r in both if r.embedding_space}),
     )
+
+
+def _answered(reports: Sequence[ShardReport]) -> int:
+    return sum(report.rows - report.errors for report in reports)
 
 
 def _counted(number: int, noun: str) -> str:

@@ -18,7 +18,8 @@ import pyarrow as pa
 
 from cloze.bulk.chunks import ReadRow, json_field
 from cloze.bulk.errors import BulkError
-from cloze.bulk.plan import FileFormat, first_doubled
+from cloze.bulk.plan import FileFormat
+from cloze.model_store import csv_rows
 
 MAX_LINE_BYTES = 64 * 2**20
 """Longest line of a file; a longer one is more likely not a text file."""
@@ -174,29 +175,22 @@ def _jsonl_rows(lines: _Lines) -> Iterator[ReadRow]:
 
 
 def _header(path: Path, lines: _Lines) -> list[str]:
-    csv.field_size_limit(MAX_LINE_BYTES)
-    header = next(_records(path, lines), [])
-    if not header:
-        raise BulkError(f"{path} has no line with the names of the columns")
-    if (doubled := first_doubled(header)) is not None:
-        raise BulkError(f"{path} has two columns named {doubled!a}")
+    try:
+        header = csv_rows.header_of(_records(path, lines))
+    except ValueError as error:
+        raise BulkError(f"{path} {error}") from None
     return header
 
 
 def _csv_rows(path: Path, lines: _Lines, header: list[str]) -> Iterator[ReadRow]:
-    csv.field_size_limit(MAX_LINE_BYTES)
-    for record in _records(path, lines):
-        error = None
-        if len(record) != len(header):
-            error = f"the row has {len(record)} fields, and the header has {len(header)}"
-        yield dict(zip(header, record, strict=False)), error
+    for _, record in _records(path, lines):
+        yield csv_rows.named(header, record)
 
 
-def _records(path: Path, lines: _Lines) -> Iterator[list[str]]:
+def _records(path: Path, lines: _Lines) -> Iterator[tuple[int, list[str]]]:
     """Yield the records that are not empty; a record may have several lines."""
-    reader = csv.reader(lines.texts(), strict=True)
     try:
-        yield from filter(None, reader)
+        yield from csv_rows.records(lines.texts(), most_characters=MAX_LINE_BYTES)
     except csv.Error as error:
         raise BulkError(
             f"{path} is not a CSV file: before byte {lines.position}, {error}"

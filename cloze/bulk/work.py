@@ -4,9 +4,11 @@ The local run and each worker of a Ray cluster use this module.
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from threading import Lock
 from typing import Any
 
 from cloze.bulk.chunks import Chunk
@@ -15,7 +17,7 @@ from cloze.bulk.job import BulkJob, base_and_digest, open_model
 from cloze.bulk.plan import Shard
 from cloze.bulk.run_folder import RunFolder, ShardReport
 from cloze.bulk.sources import ShardReader
-from cloze.bulk.writers import RowResult, ShardWriter, open_writer
+from cloze.bulk.writers import RowResult, open_writer
 from cloze.model_store import StoreError
 from cloze.service.core import ServedRequest
 from cloze.service.errors import EngineFailed, Location, RequestError, ServiceError, StartupError
@@ -34,6 +36,9 @@ _CHUNKS_IN_FLIGHT = 16
 
 _CHARACTERS_IN_FLIGHT = 4 * 2**20
 """Most characters of several chunks that are read and not written, for the memory."""
+
+_FILE_S = 20.0
+"""Seconds after which the written rows of a shard become a file, which the next run keeps."""
 
 Progress = Callable[[int], None]
 """Called with a number of rows that have been written."""
@@ -76,28 +81,24 @@ class BulkWorker:
         """
         if self._folder.is_complete(shard):
             return self._folder.report(shard)
-        unfinished = self._folder.unfinished(shard)
         try:
-            writer = open_writer(unfinished, self._job.options.format, self._job.schema)
-            report = ShardReport(shard.number, 0, 0, 0, 0, str(self._pipeline.model.precision()))
+            precision = str(self._pipeline.model.precision())
+            report = ShardReport(shard.number, 0, 0, 0, 0, precision, files=0)
+            report = self._folder.begun(shard) or report
+            files = _ShardFiles(self._folder, self._job, shard, report)
             try:
-                await self._write_rows(shard, writer, report)
+                await self._write_rows(shard, files, report)
+                await asyncio.to_thread(files.complete, is_last=True)
             finally:
-                space = report.embedding_space
-                metadata = {"embedding_space": space} if space else {}
-                await asyncio.to_thread(writer.close, metadata)
-            await asyncio.to_thread(self._folder.complete, unfinished, shard, report)
+                await asyncio.to_thread(files.discard)
             return report
         except OSError as error:
             raise BulkError(
                 f"cannot write to {self._folder.path}: {error.strerror or error}"
             ) from None
-        finally:
-            with suppress(OSError):
-                unfinished.unlink(missing_ok=True)
 
-    async def _write_rows(self, shard: Shard, writer: ShardWriter, report: ShardReport) -> None:
-        """Read, answer and write the rows of a shard, in order."""
+    async def _write_rows(self, shard: Shard, files: "_ShardFiles", report: ShardReport) -> None:
+        """Read, answer and write the rows of a shard that are not written, in order."""
         pending: deque[tuple[Chunk, asyncio.Task[list[RowResult]]]] = deque()
         in_flight = 0
 
@@ -105,12 +106,11 @@ class BulkWorker:
             chunk, answers = pending[0]
             results = await answers
             pending.popleft()
-            await asyncio.to_thread(writer.write, chunk, results)
-            _count(report, shard.first_row, results)
+            await asyncio.to_thread(files.write, chunk, results)
             self._on_rows(len(chunk))
             return chunk.characters
 
-        chunks = self._reader.read(shard)
+        chunks = self._reader.read(shard, report.rows)
         try:
             async with self._reading:
                 while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
@@ -172,6 +172,59 @@ class BulkWorker:
             RowResult(value, usage.used, usage.used < usage.tokens, None)
             for value, usage in zip(values, request.usage, strict=True)
         ]
+
+
+class _ShardFiles:
+    """The files of a shard: one, and one more for each `_FILE_S` that the shard takes longer.
+
+    Args:
+        report: counts the rows that are written.
+    """
+
+    def __init__(self, folder: RunFolder, job: BulkJob, shard: Shard, report: ShardReport) -> None:
+        self._folder, self._job, self._shard, self._report = folder, job, shard, report
+        self._lock = Lock()  # the thread of a write goes on if the run is cancelled
+        self._is_discarded = False
+        self._open()
+
+    def _open(self) -> None:
+        self._unfinished = self._folder.unfinished(self._shard)
+        self._writer = open_writer(self._unfinished, self._job.options.format, self._job.schema)
+        self._is_open, self._began = True, time.monotonic()
+
+    def write(self, chunk: Chunk, results: Sequence[RowResult]) -> None:
+        """Write rows, and begin a new file if it is time."""
+        with self._lock:
+            if self._is_discarded:
+                return
+            self._writer.write(chunk, results)
+            _count(self._report, self._shard.first_row, results)
+            is_last = self._report.rows == self._shard.rows
+            if not is_last and time.monotonic() - self._began >= _FILE_S:
+                self.complete(is_last=False)
+                self._open()
+
+    def complete(self, *, is_last: bool) -> None:
+        """Complete the file."""
+        self._close()
+        self._report.files += 1
+        self._folder.complete(self._unfinished, self._shard, self._report, is_last=is_last)
+
+    def discard(self) -> None:
+        """Remove the file, unless it is complete."""
+        with self._lock:
+            self._is_discarded = True
+            try:
+                self._close()
+            finally:
+                with suppress(OSError):
+                    self._unfinished.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            space = self._report.embedding_space
+            self._writer.close({"embedding_space": space} if space else {})
 
 
 def _count(report: ShardReport, first_row: int, results: Sequence[RowResult]) -> None:

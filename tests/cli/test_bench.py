@@ -18,13 +18,7 @@ from click.testing import CliRunner
 from cloze.bench.compare import compare
 from cloze.bench.http_client import Connection, Request, post
 from cloze.bench.load import closed_loop, open_loop
-from cloze.bench.result import (
-    ONE_LENGTH,
-    Load,
-    LoadKind,
-    Result,
-    Turn,
-)
+from cloze.bench.result import ONE_LENGTH, Load, LoadKind, Result, Turn
 from cloze.bench.texts import read_texts
 from cloze.cli import cli
 from cloze.model_store.installation import DISTRIBUTION

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -216,6 +217,48 @@ def test_long_texts_are_cut_divided_or_refused(store: Path, tmp_path: Path) -> N
 
 def stamps(folder: Path) -> dict[str, tuple[int, int]]:
     return {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in folder.glob("part-*")}
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_a_long_shard_has_several_files_and_goes_on_after_ctrl_c(
+    store: Path, tmp_path: Path, suffix: str
+) -> None:
+    """Time is short here: a file and a line per chunk of rows."""
+    count = 6_000
+    source, output = write(tmp_path / f"in.{suffix}", numbered(count)), tmp_path / "out"
+    source.with_name("main.py").write_text(
+        "import cloze.bulk.work, cloze.bulk_command\n"
+        "cloze.bulk.work._FILE_S = cloze.bulk_command._LINE_EVERY_S = 0\n"
+        "from cloze.cli import main\n"
+        "main()\n"
+    )
+    arguments = ("embed", source, "--output", output)
+    command = [sys.executable, str(tmp_path / "main.py"), "bulk", *map(str, arguments)]
+    process = subprocess.Popen(
+        [*command, "--model-store", str(store)],
+        env=bare_environment(), stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_until(lambda: len([*output.glob("part-*")]) >= 3, longest_s=60)
+    process.send_signal(signal.SIGINT)
+    stderr = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    first, *_, last = stderr.splitlines()
+    assert re.fullmatch(r"256 of 6,000 rows, [\d,.]+ rows/s, about [\d,]+ min left", first)
+    assert (
+        last == "cloze: interrupted; complete files are kept, the same command goes on from there"
+    )
+    assert not [*output.glob("_part-*")]
+    before = stamps(output)
+    assert f"part-00000-000000256.{suffix}" in before
+    assert f"part-00000.{suffix}" not in before
+
+    done = bulk(store, *arguments, "--json")
+    assert done.exit_code == 0, done.output
+    summary = json.loads(done.stdout)
+    assert (summary["rows"], summary["errors"]) == (count, 0)
+    assert (summary["resumed_files"], summary["files"]) == (len(before), len(before) + 1)
+    assert stamps(output).items() > before.items()
+    assert [row["id"] for row in read(output)] == list(range(count))
 
 
 def test_a_killed_run_continues_and_writes_each_row_once(store: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -24,7 +25,8 @@ def test_a_checkpoint_becomes_a_bundle_that_can_be_looked_at_and_removed(
     done = cloze_here("export", str(checkpoints["bert"]), "--name", "tiny", *tasks, *store)
     assert done.exit_code == 0, done.stderr
     assert done.stdout.startswith("tiny@1: embed, fill-mask; differs from torch by ")
-    assert "note: qa is not offered" in done.stderr
+    assert "  offers fill-mask, embed\n" in done.stderr
+    assert "is not offered" not in done.stderr
 
     assert cloze_here("store", "list", *store).stdout.startswith("tiny@1 ")
     manifest = json.loads(cloze_here("store", "show", "tiny@1", *store).stdout)
@@ -162,6 +164,40 @@ def test_two_servers_on_one_port(tiny_store: Path) -> None:
     assert [twin.returncode for twin in ended] == [2]
     said = outputs[twins.index(ended[0])]
     assert said.endswith(f"cannot listen on 127.0.0.1:{port}: Address already in use\n")
+
+
+def test_a_question_starts_without_what_the_other_commands_import() -> None:
+    question = ("ask", "embed", "x", "--url", "http://localhost:1")
+    command = [sys.executable, "-X", "importtime", "-m", "cloze", *question]
+    done = subprocess.run(command, capture_output=True, text=True, env=bare_environment())
+    assert "cloze: no answer from http://localhost:1: " in done.stderr
+    modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "cloze.ask" in modules
+    assert not modules & {"pydantic", "cloze.cli", "cloze.model_store.manifest", "onnxruntime"}
+
+
+@pytest.mark.parametrize(
+    "words", ["store show", "store verify bert-qa@1", "serve --model", "bulk embed --model"]
+)
+def test_names_of_bundles_complete(words: str, tiny_store: Path) -> None:
+    line = f"cloze {words} bert"
+    position = str(len(line.split()) - 1)
+    shell = {"_CLOZE_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": position}
+    done = cloze(CLOZE_MODEL_STORE=str(tiny_store), **shell)
+    names = ["bert", "bert-qa", "bert-qa@1", "bert@1"]
+    assert sorted(done.stdout.split()) == [f"plain,{name}" for name in names]
+
+
+def test_a_used_port_is_told_before_anything_is_exported(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        places = ("--model", str(checkpoints["bert"]), "--model-store", str(tmp_path / "store"))
+        done = cloze_here("serve", "--port", port, *places)
+    assert done.exit_code == 2
+    assert done.stderr == f"cloze: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+    assert not (tmp_path / "store").exists()
 
 
 def test_a_signal_during_the_start_ends_it(tiny_store: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,27 @@ def test_a_machine_that_serves_has_no_problem(tiny_store: Path) -> None:
     )
     assert "bert@1" in found["store"]["finding"]
     assert {row["status"] for row in found.values()} <= {"ok", "note"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "processor", "precision"),
+    [
+        ("avx512_vnni", ", avx512_vnni", "int8 on a CPU, which is faster than fp32 by avx512_vnni"),
+        ("avx2", "", "int8 on a CPU, which is faster than fp32 by avx2"),
+        ("sse2", "", "fp32 on a CPU: int8 would not be faster"),
+    ],
+)
+def test_a_finding_is_one_sentence(
+    flags: str, processor: str, precision: str, tiny_store: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    (tmp_path / "cpuinfo").write_text(f"model name : Chip\nflags : {flags}\n")
+    monkeypatch.setattr("cloze.model_store.processor.CPU_INFO", tmp_path / "cpuinfo")
+    done = CliRunner().invoke(cli, ["doctor", "--model-store", str(tiny_store)])
+    lines = {line[4:].partition("  ")[0]: line for line in done.stdout.splitlines()}
+    assert re.search(rf"  Chip, \d+ cores for this process{processor}$", lines["processor"])
+    export = "; export with --precision int8, so that bundles have it" * ("int8 on" in precision)
+    assert lines["precision"].endswith(f"  auto takes {precision}{export}")
 
 
 def test_an_empty_store_is_a_problem_with_advice(tmp_path: Path) -> None:

@@ -143,6 +143,20 @@ def test_a_folder_by_another_file_system_of_fsspec(bundle: Path, tmp_path: Path)
     assert done.stdout == "bert@1\n", done.stderr
 
 
+def test_the_folder_of_a_bundle_is_copied_once(bundle: Path, tmp_path: Path) -> None:
+    store, source = tmp_path / "store", Path(shutil.copytree(bundle, tmp_path / "mine"))
+    done = fetch(store, str(source))
+    assert done.stdout == "bert@1\n", done.stderr
+    assert done.stderr == f"copied the bundle {source} as bert@1\n"
+    assert (source / "manifest.json").exists()
+    again = fetch(store, str(source))
+    assert (again.stdout, again.stderr) == ("bert@1\n", "")
+    (source / "tokenizer.json").write_text("{}")
+    refused = last_line(fetch(tmp_path / "other", str(source)))
+    assert refused.startswith(f"cloze: model {source}: bundle bert@1: tokenizer.json has 2 bytes, ")
+    assert_nothing_is_left(tmp_path / "other")
+
+
 def test_a_repository_is_fetched_once(
     hub: FakeHub,
     tmp_path: Path,

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from cloze.tables import print_rows
+from tests.support.serving import bare_environment
 
 ROWS = [{"score": 0.25, "token": "[red]"}, {"score": 0.125, "token": "a\nb"}]
 
@@ -23,14 +24,24 @@ def test_json_has_one_object_per_line(capsys: pytest.CaptureFixture[str]) -> Non
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == ROWS
 
 
-def test_a_terminal_gets_a_table_with_the_texts_as_they_are() -> None:
-    """Square brackets are no markup, so [MASK] is not lost."""
+def on_a_terminal(program: str, **environment: str) -> str:
     main, terminal = pty.openpty()
-    program = f"from cloze.tables import print_rows; print_rows({ROWS!r}, right=('score',))"
-    done = subprocess.run([sys.executable, "-c", program], stdout=terminal, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        stdout=terminal, check=True, env=bare_environment(TERM="xterm", **environment),
+    )  # fmt: skip
     os.close(terminal)
-    shown = os.read(main, 4096).decode()
+    shown = os.read(main, 16_384).decode()
     os.close(main)
     assert done.returncode == 0
+    return shown
+
+
+def test_a_terminal_gets_a_table_with_the_texts_as_they_are() -> None:
+    """Square brackets are no markup, so [MASK] is not lost."""
+    program = f"from cloze.tables import print_rows; print_rows({ROWS!r}, right=('score',))"
+    shown = on_a_terminal(program)
     assert "[red]" in shown
     assert "──" in shown
+    assert "\x1b[1m" in shown
+    assert "\x1b[" not in on_a_terminal(program, NO_COLOR="1")

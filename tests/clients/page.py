@@ -58,9 +58,33 @@ def panels(browser: Browser, address: str) -> dict[str, Any]:
             seen["rules"] = min(seen["rules"], len(found["passes"]))
             if page.evaluate("document.documentElement.scrollWidth > innerWidth"):
                 seen["wide"].append(f"{panel} {kind}")
+        if options is desk:
+            seen["choices"] = sets_of(watched, address)
+            seen["idle"] = idle_legends(watched, address)
+            seen["rows of tabs"] = rows_of_tabs(watched)
         messages += watched.messages
         addresses |= watched.addresses
     return seen | {"messages": messages, "addresses": sorted(addresses)}
+
+
+def sets_of(watched: Watched, address: str) -> list[str]:
+    """The label sets that the panel of classes lets choose."""
+    page = watched.open(address, "text-classification")
+    return page.get_by_label("Label set").locator("option").all_inner_texts()
+
+
+def idle_legends(watched: Watched, address: str) -> list[str]:
+    """The legends of the live plots after two scrapes without a request between them."""
+    page = watched.open(address, "live")
+    expect(page.locator(".legend").first).to_contain_text("0.0", timeout=30_000)
+    return page.locator(".legend span").all_inner_texts()
+
+
+def rows_of_tabs(watched: Watched) -> int:
+    """The number of rows of the navigation on a screen of 1,280 pixels."""
+    watched.page.set_viewport_size({"width": 1280, "height": 800})
+    tops = watched.page.locator("#panels a").evaluate_all("all => all.map((a) => a.offsetTop)")
+    return len(set(tops))
 
 
 def mistakes(browser: Browser, address: str) -> dict[str, Any]:

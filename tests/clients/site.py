@@ -1,6 +1,6 @@
 """Reads the documentation site from files in headless Chromium; prints what it saw as JSON.
 
-python site.py CHROMIUM FOLDER WORDS TITLE
+python site.py CHROMIUM FOLDER WORDS TITLE [WORDS]...
 """
 
 import json
@@ -10,10 +10,10 @@ from pathlib import Path
 from playwright.sync_api import sync_playwright
 
 
-def main(chromium: str, folder: str, words: str, title: str) -> None:
+def main(chromium: str, folder: str, words: str, title: str, *others: str) -> None:
     """Open the first page, search for `words`, and open the result that names `title`.
 
-    Then look at the table of settings on a phone.
+    Before, note the results for the `others`. Then look at the table of settings on a phone.
     """
     messages: list[str] = []
     schemes: set[str] = set()
@@ -23,6 +23,14 @@ def main(chromium: str, folder: str, words: str, title: str) -> None:
         page.on("console", lambda message: messages.append(f"{message.type}: {message.text}"))
         page.on("pageerror", lambda error: messages.append(f"error: {error}"))
         page.on("request", lambda request: schemes.add(request.url.split(":")[0]))
+        results: dict[str, list[str]] = {}
+        for each in others:
+            page.goto((Path(folder) / "index.html").as_uri())
+            page.wait_for_load_state("load")
+            page.keyboard.press("/")
+            page.keyboard.type(each)
+            page.get_by_role("option").first.wait_for()
+            results[each] = page.get_by_role("option").all_inner_texts()
         page.goto((Path(folder) / "index.html").as_uri())
         page.wait_for_load_state("load")
         page.keyboard.press("/")
@@ -41,6 +49,7 @@ def main(chromium: str, folder: str, words: str, title: str) -> None:
         )
         overflow = page.evaluate("document.documentElement.scrollWidth > innerWidth")
         seen = {"names": names.count(), "broken": broken, "overflow": overflow}
+        seen["results"] = results
         browser.close()
     seen |= {"found": found, "opened": opened, "messages": messages, "schemes": sorted(schemes)}
     print(json.dumps(seen))

@@ -16,6 +16,15 @@ from tests.support.released_clients import CLIENTS, environment, printed
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "build" / "site"
 
+SEARCHED = {
+    "nginx": "Below a path prefix, behind nginx or another proxy",
+    "path prefix": "Below a path prefix, behind nginx or another proxy",
+    "ollama": "Ollama's clients",
+    "limit memory": "Limit memory",
+    "load generator": "What a load generator sees",
+}
+"""Words that a newcomer searches for, and the title of the section that has the answer."""
+
 
 @pytest.fixture(scope="module")
 def site() -> Path:
@@ -63,6 +72,7 @@ def test_the_site_is_read_and_searched_from_files(site: Path, tmp_path: Path) ->
         str(site),
         "fair queueing",
         "Order of work",
+        *SEARCHED,
     ]
     seen = printed(program)
     assert seen["schemes"] == ["file"], "the page asked for something on the network"
@@ -70,4 +80,6 @@ def test_the_site_is_read_and_searched_from_files(site: Path, tmp_path: Path) ->
     assert "Order of work" in seen["found"]
     assert seen["opened"].startswith("2. Order of work"), json.dumps(seen)
     assert seen["names"] > 40
+    for words, title in SEARCHED.items():
+        assert any(title in result for result in seen["results"][words]), seen["results"][words]
     assert (seen["broken"], seen["overflow"]) == ([], False), "on a phone"

@@ -25,16 +25,7 @@ from cloze.model_store.locations import SHIPPED_NAMES
 from cloze.service.errors import StartupError
 from cloze.service.service import single_process
 from cloze.service.settings import load_settings
-from tests.support.crafted import (
-    Body,
-    Change,
-    craft,
-    edit_graph,
-    edit_json,
-    put,
-    unchanged,
-    write,
-)
+from tests.support.crafted import Body, Change, craft, edit_graph, edit_json, put, unchanged, write
 from tests.support.serving import bare_environment, failed_start
 
 FILES = ("dense.onnx", "weights.bin", "tokenizer.json", "golden.json")

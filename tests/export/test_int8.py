@@ -169,7 +169,7 @@ def test_texts_are_cut_to_what_the_model_reads(checkpoints: dict[str, Path]) -> 
     ("asked", "flags", "expected"),
     [
         ("auto", "sse avx512_vnni", "int8: since the processor has avx512_vnni and the bundle's"),
-        ("auto", "sse avx2", "int8: since the processor has avx2, where exact int8 is faster"),
+        ("auto", "sse avx2", "int8: since the processor has avx2 and the bundle's gate"),
         ("auto", "avx2 avx512f", "fp32: since the processor has none of asimddp, avx512_vnni"),
         (Precision.INT8, "avx2", "int8: as asked"),
         (Precision.INT8, "sse", "int8: as asked, though the processor has none of"),

@@ -9,18 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from cloze.export.measure.evaluate import (
-    EvaluationData,
-    Sentence,
-    complete,
-    evaluate,
-    open_subject,
-)
-from cloze.export.measure.scorer import (
-    MaskedRow,
-    row_arrays,
-    score_masks,
-)
+from cloze.export.measure.evaluate import EvaluationData, Sentence, complete, evaluate, open_subject
+from cloze.export.measure.scorer import MaskedRow, row_arrays, score_masks
 from cloze.export.publish import ExportOptions, export
 from cloze.export.train.pretrain import pretrain
 from cloze.model_store import Store

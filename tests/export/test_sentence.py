@@ -14,12 +14,7 @@ import pytest
 import torch
 from onnx import TensorProto
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import (
-    Dense,
-    LayerNorm,
-    Normalize,
-    Pooling,
-)
+from sentence_transformers.sentence_transformer.modules import Dense, LayerNorm, Normalize, Pooling
 from tokenizers import Tokenizer as Backend
 
 from cloze.export.errors import ExportError

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cloze.export.errors import TrainError
 from cloze.export.load.tokenizer import CheckpointTokenizer, describe_tokenizer
 from cloze.export.measure.documents import Document
 from cloze.export.measure.metrics import squad_answers
@@ -136,6 +137,11 @@ def test_right_logits_give_the_right_answers(tokenizer: CheckpointTokenizer) -> 
     answers = answers_of(questions, best_guesses(questions, windows, right_logits(windows)))
     assert squad_answers(answers, questions)["exact_match"] == 100
     assert answers["none"] == ""
+
+
+def test_a_window_has_room_for_the_paragraph(tokenizer: CheckpointTokenizer) -> None:
+    with pytest.raises(TrainError, match="windows of 63 tokens leave no room"):
+        make_windows(QUESTIONS, tokenizer.tokenizer, tokens=63, stride=20, question_tokens=40)
 
 
 @pytest.mark.parametrize("nulls", [(1, 5), (5, 1)])

@@ -15,11 +15,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
-from transformers import (
-    BertTokenizer,
-    PreTrainedTokenizerFast,
-    RobertaTokenizer,
-)
+from transformers import BertTokenizer, PreTrainedTokenizerFast, RobertaTokenizer
 
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES

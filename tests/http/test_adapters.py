@@ -269,6 +269,8 @@ def test_a_server_answers_by_adapters_in_every_protocol_and_reloads_them(
         shutil.copytree(folders["heads-only"], served / f"tenant-{number}")
     flags = ("--adapter", str(served), "--precision", "fp32")
     with running_server(base.path.parents[1], *flags) as server:
+        named = next(line for line in server.log if "serving stars@1, tenant-0@1, " in line)
+        assert re.search(r" and \d+ more on base@1$", named)
         post = partial(httpx.post, timeout=30)
         models = httpx.get(f"{server.url}/v1/models").json()["data"]
         assert models[0]["id"] == "base@1"

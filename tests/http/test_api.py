@@ -2,7 +2,6 @@
 
 import json
 import re
-import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -30,19 +29,6 @@ def test_probes_are_answered_while_a_huge_text_is_tokenized(server: Server) -> N
             assert probes.get("/healthz").status_code == 200
         assert not huge.done()
         assert huge.result().headers["x-truncated"] == "8"
-
-
-def test_an_announced_length_is_refused_before_the_body_comes(server: Server) -> None:
-    """Otherwise the client would wait for the server, and the server for the body."""
-    host, port = server.url.removeprefix("http://").split(":")
-    head = f"POST /embed HTTP/1.1\r\nhost: {host}\r\ncontent-length: 9000000\r\n\r\n"
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
-        connection.sendall(head.encode())
-        answer = b""
-        while b"limit is" not in answer:
-            answer += connection.recv(4096)
-    assert answer.startswith(b"HTTP/1.1 413 ")
-    assert b"the body has 9000000 bytes; the limit is 8388608" in answer
 
 
 PAIR = {"question": "who?", "context": "the king"}

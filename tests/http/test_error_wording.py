@@ -7,12 +7,12 @@ error, add its first two parts. `test_parameters.py` provokes the errors that fo
 """
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 
+from tests.support.refusals import check_table
 from tests.support.serving import Server
 
 WORDING = Path(__file__).with_name("error-wording.txt")
@@ -42,9 +42,4 @@ def test_every_error_says_what_is_wrong(
     servers: Callable[[tuple[str, ...]], Server], every_task: Server
 ) -> None:
     models = {"tiny": servers(()), "every task": every_task}
-    lines = WORDING.read_text().splitlines()
-    requests = [line.split(" | ")[:2] for line in lines]
-    found = [f"{name} | {sent} | {error(models[name], sent)}" for name, sent in requests]
-    if os.environ.get("REWRITE_WORDING"):
-        WORDING.write_text("\n".join(found) + "\n")
-    assert found == lines
+    check_table(WORDING, lambda name, request: error(models[name], request))

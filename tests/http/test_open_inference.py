@@ -10,12 +10,9 @@ from cloze.service.protocols.tensors import TaskTensors
 from cloze.service.tasks import TASKS
 from tests.support.faulty import assert_close
 from tests.support.serving import Server
+from tests.support.tensor_requests import tensor
 
 TEXTS = ["the king", "the old king", "a moon over the sea"]
-
-
-def tensor(name: str, *texts: str, **fields: Any) -> dict[str, Any]:
-    return {"name": name, "shape": [len(texts)], "datatype": "BYTES", "data": list(texts)} | fields
 
 
 def infer(server: Server, model: str, *tensors: dict[str, Any], **fields: Any) -> httpx.Response:

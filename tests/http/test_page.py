@@ -51,6 +51,14 @@ def test_every_panel_answers(panels: dict[str, Any]) -> None:
         assert "from cloze.client import Client" in text
 
 
+def test_tabs_sets_and_idle_plots(panels: dict[str, Any], server: Server) -> None:
+    """Tabs share a row, label sets are a list, and there is no latency without a request."""
+    assert panels["rows of tabs"] == 1
+    models = httpx.get(f"{server.url}/info").json()["models"]
+    assert panels["choices"] == next(m["label_sets"] for m in models if "label_sets" in m)
+    assert {f"{name} \u2013" for name in ("p50", "p99", "texts")} <= {*panels["idle"]}
+
+
 def test_the_page_is_accessible(panels: dict[str, Any]) -> None:
     """axe-core's rules, in light and dark; and nothing is wider than a phone."""
     assert panels["violations"] == []

@@ -13,6 +13,7 @@ from starlette.testclient import TestClient
 
 from cloze.service.service import single_process
 from cloze.service.settings import load_settings
+from tests.support.refusals import check_shape
 from tests.support.serving import Server
 
 Schema = Mapping[str, Any]
@@ -102,23 +103,6 @@ def test_every_wrong_field_is_named(every_task: Server) -> None:
                     problems.append((path, place, str(body)[:200], answer.text[:200]))
     assert not problems
     assert asked > 300
-
-
-def check_shape(path: str, error: Any) -> None:
-    """Check that an error has the shape of the protocol of a path."""
-    if path in ("/v1/embed", "/v2/embed", "/v1/tokenize"):
-        assert error.keys() == {"message"}, path
-    elif path in ("/v1/rerank", "/v2/rerank"):
-        assert error.keys() == {"error", "detail", "message"}, path
-    elif path.startswith(("/v2", "/api", "/vectors")):
-        assert error.keys() == {"error"}, path
-    elif path.startswith(("/v1", "/embeddings", "/pooling")) and ":predict" not in path:
-        assert error["error"].keys() == {"message", "type", "param", "code"}, path
-    elif path in ("/rerank", "/score", "/classify"):  # several protocols: each reads its own
-        keys = {"error", "error_type", "code", "message", "detail"}
-        assert error.keys() == keys, path
-    else:
-        assert error.keys() == {"error", "error_type", "code"}, path
 
 
 def test_a_drain_refuses_every_route(every_task: Server, every_task_store: Path) -> None:

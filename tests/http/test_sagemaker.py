@@ -39,20 +39,6 @@ def test_invocations_are_requests_of_other_routes(service: Service) -> None:
     assert vectors.headers["x-shape"] == "1,4"
 
 
-def test_a_refusal_is_that_of_the_route(service: Service) -> None:
-    for body in ({"inputs": ""}, {"nothing": 1}, [], {"input": 5, "model": "tiny"}, {"query": "a"}):
-        refused = service.post("/invocations", body)
-        assert refused.status_code in (400, 422)
-        assert refused.json().keys() == {"error", "error_type", "code"}, body
-
-
-def test_ping_is_readiness(service: Service) -> None:
-    assert service.get("/ping").status_code == 200
-    service.state.draining = True
-    assert service.get("/ping").status_code == 503
-    service.state.draining = False
-
-
 def test_the_image_serves_as_it_is_started(tmp_path: Path) -> None:
     """Each cloud's way to start it; without one, and with arguments, as `cloze serve` does."""
 

@@ -2,12 +2,10 @@
 ``python -m tests.support.faulty_server FLAGS``.
 """
 
-import os
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from cloze.model_store import Bundle
 from cloze.model_store.batch import Encoding, HeadOutputs
@@ -31,7 +29,7 @@ def started_line(word: str) -> str:
 
 
 class FaultyEngine(OnnxEngine):
-    """moon: slow. river: very slow, and as long as the file HOLD_THE_RIVER is there. sun: raises.
+    """moon: slow. river: very slow. sun: raises.
     tree: hangs. king: raises, and is broken from then on. war: ends its thread. world: is answered, and the engine is broken from then on. The log has a line when a run with one of them starts.
     """
 
@@ -49,8 +47,6 @@ class FaultyEngine(OnnxEngine):
         for word in words:
             sys.stderr.write(f"{started_line(word)}\n")  # at once: several threads write
             time.sleep(SLOW_S.get(word, 0))
-        while "river" in words and Path(os.environ.get("HOLD_THE_RIVER", "")).is_file():
-            time.sleep(0.01)
         if "tree" in words:
             threading.Event().wait()
         if "war" in words:

@@ -99,10 +99,10 @@ def stopped_after(steps: int) -> Iterator[None]:
 
 
 def check_refused(folder: Path, arguments: list[Any], recipe: str, message: str) -> None:
-    """Check that a command ends with one line, and begins no run."""
+    """Check that a command ends with one line, and leaves no folder."""
     (folder / "recipe.toml").write_text(recipe)
     run = folder / "run"
     ran = invoke(*arguments, "--recipe", folder / "recipe.toml", "--out", run, "--device", "cpu")
     assert ran.exit_code == 1
     assert re.search(message, ran.output.splitlines()[-1]), ran.output
-    assert not (run / "log.jsonl").exists()
+    assert not run.exists()

@@ -7,9 +7,7 @@ from typing import Any
 
 import numpy as np
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import (
-    Transformer,
-)
+from sentence_transformers.sentence_transformer.modules import Transformer
 from transformers import BertTokenizerFast, DistilBertTokenizerFast
 
 from cloze.export.publish import export

@@ -11,7 +11,7 @@ from tests.support.sources import file_of, name_of
 MEASURED = [
     f"service/{name}" for name in ["batching", "engine", "http", "processes", "protocols", "tasks"]
 ]
-MEASURED += [f"export/{name}" for name in ("blocks", "graph", "heads", "measure")]
+MEASURED += [f"export/{name}" for name in ("blocks", "graph", "heads", "load", "measure", "train")]
 MEASURED += ["export/check/rounding.py", "export/check/verify.py"]
 MEASURED += ["model_store", "cloze/bulk", "client"]
 """The packages and modules of which samples were taken."""

@@ -18,10 +18,7 @@ from cloze.export.graph.session import ReferenceSession
 from cloze.model_store import Bundle, Store
 from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs
 from cloze.model_store.manifest import Graph, Precision
-from cloze.service.core import (
-    Device,
-    RequestedPrecision,
-)
+from cloze.service.core import Device, RequestedPrecision
 from cloze.service.engine.onnx_engine import OnnxEngine
 from cloze.service.engine.session import DeviceSession, Session, cpu_session
 from cloze.service.errors import StartupError

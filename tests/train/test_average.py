@@ -9,10 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from transformers import (
-    BertForSequenceClassification,
-    DistilBertForTokenClassification,
-)
+from transformers import BertForSequenceClassification, DistilBertForTokenClassification
 
 from cloze.cli import cli
 from cloze.export.errors import TrainError
@@ -122,5 +119,6 @@ def test_an_average_has_the_licence_of_all_or_the_given_one(
     assert ran.exit_code == 0, ran.output
     exported = export(str(tmp_path / "mean"), "mean", Store(tmp_path / "store"))
     assert exported.manifest.license == expected
+    assert (exported.path / "README.md").read_text() == (tmp_path / "mean/README.md").read_text()
     refused = CliRunner().invoke(cli, [*arguments, "--license", "my licence\nx: y"])
     assert "a name such as apache-2.0" in refused.stderr

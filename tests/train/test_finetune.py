@@ -35,13 +35,7 @@ from cloze.export.train.run_options import RunOptions, Schedule
 from cloze.model_store import Store
 from cloze.model_store.heads.sequence_classification import SequenceLabels
 from tests.support import fine_tuning
-from tests.support.family_checkpoints import (
-    WITHOUT_QUESTIONS,
-    ids_of,
-    ours,
-    same,
-    theirs,
-)
+from tests.support.family_checkpoints import WITHOUT_QUESTIONS, ids_of, ours, same, theirs
 from tests.support.fine_tuning import LORA, check_refused, held_out, invoke, save_source
 from tests.support.training import ACTS, PEOPLE, PLACES, write_questions
 
@@ -127,7 +121,8 @@ CASES = {
     "tags": Case("finetune-tokens", "--tagged", f"epochs = 12\n{ROWS}", "entity_f1", 0.9, *TAGS),
     "answers": Case("finetune-qa", "--questions", ANSWERS, "f1", 0.5, *SPANS),
 }
-COMMANDS = ("label", "tags", "answers")
+COMMANDS = {"label": "SEQ_CLS", "tags": "TOKEN_CLS", "answers": "QUESTION_ANS"}
+"""A case of each command, and peft's name of its task."""
 
 
 def one_epoch(name: str) -> str:
@@ -135,7 +130,10 @@ def one_epoch(name: str) -> str:
 
 
 def run(name: str, source: Path, folder: Path, *options: str, recipe: str | None = None) -> Path:
-    """Run the command of a case; return the folder that it leaves."""
+    """Run the command of a case; return the folder that it leaves.
+
+    The figure of held-out rows is the last thing that the command says.
+    """
     case = CASES[name]
     folder.mkdir(exist_ok=True)
     data = folder / f"data.json{'' if name == 'answers' else 'l'}"
@@ -146,6 +144,8 @@ def run(name: str, source: Path, folder: Path, *options: str, recipe: str | None
     arguments = [case.command, source, case.option, data, "--recipe", folder / "recipe.toml"]
     ran = invoke(*arguments, "--out", folder / "run", "--device", "cpu", *options)
     assert ran.exit_code == 0, ran.output
+    said = rf"on \d+ held-out rows, .* {case.figure.replace('_', ' ')} \d\.\d\d\d"
+    assert re.match(said, ran.stderr.splitlines()[-1])
     return folder / "run" / "checkpoint"
 
 
@@ -254,7 +254,7 @@ def test_peft_reads_an_adapter_and_exports_merge_it(name: str, bert: Path, tmp_p
     assert held_out(folder)[case.figure] > 0.6 * case.least
     assert not (folder / "model.safetensors").exists()
     described = json.loads((folder / "adapter_config.json").read_text())
-    assert described["r"] == 4
+    assert (described["r"], described["task_type"]) == (4, COMMANDS[name])
     assert described["base_model_name_or_path"] == str(bert.resolve())
     settings = {"num_labels": 2} if name == "answers" else labels_of(folder)
     base = case.kind.from_pretrained(bert, attn_implementation="eager", **settings)
@@ -377,6 +377,7 @@ BAD_ROWS: list[tuple[Any, Any, str, str]] = [
     ([*GOOD, {"text": "x", "label": 3}], None, "", "line 21: .* with a number, but .*line 1 is"),
     (GOOD, [{"text": "x", "label": "new"}], "", "dev.jsonl, line 1: no row .* the label 'new'"),
     ([*GOOD, LONG], GOOD, "", "data.jsonl, line 21: 'an owl .*tokens, the limit is 40"),
+    (GOOD, GOOD, "tokens = 128\n", r"tokens = 128 exceed .* 66 positions; .* tokens = 66"),
     (GOOD, GOOD, "class_weights = {zz = 2.0}\n", "class_weights: no row .* label 'zz'"),
     (GOOD, None, "patience = 2\nheld_out = 0.0\n", "patience = 2 needs held-out data, and none"),
     (GOOD, GOOD, 'tokens = 40\n[lora]\ntargets = ["pooler"]\n', "lora.targets.0: .*'pooler'"),
@@ -414,6 +415,23 @@ BAD_FOLDERS: list[tuple[Callable[[Path], object], str]] = [
     (lambda source: _change(source, num_hidden_layers=3), "encoder.layer.2.* is missing"),
     (lambda source: _poison(source), "holds NaN or infinity"),
 ]
+
+
+def test_files_of_rows_are_read_before_torch_is_imported(tmp_path: Path) -> None:
+    hidden = (
+        "import sys\n"
+        "class NoTorch:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        assert name != 'torch', 'torch is imported'\n"
+        "sys.meta_path.insert(0, NoTorch())\n"
+        "from cloze.cli import main; main()"
+    )
+    file = write_rows(tmp_path / "data.jsonl", BAD_ROWS[0][0])
+    given = ["finetune-classify", "./nothing", "--labelled", file, "--out", tmp_path / "run"]
+    command = [sys.executable, "-c", hidden, "train", *map(str, given)]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.stderr.startswith(f"cloze: {file}, line 21: needs either ")
+    assert not (tmp_path / "run").exists()
 
 
 def _change(source: Path, **settings: Any) -> None:

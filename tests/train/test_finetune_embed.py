@@ -21,10 +21,16 @@ from transformers import AutoModelForMaskedLM, BertForPreTraining
 
 from cloze.export.families import FAMILIES
 from cloze.export.load.checkpoint import load_checkpoint
+from cloze.export.measure.corpus import Corpus
 from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.publish import export
 from cloze.export.train.batches import padded
-from cloze.export.train.embedding import EmbeddingData, EmbeddingObjective, SentenceBatch
+from cloze.export.train.embedding import (
+    EmbeddingData,
+    EmbeddingObjective,
+    SentenceBatch,
+    SentenceDraws,
+)
 from cloze.export.train.folder import open_folder
 from cloze.export.train.kept_embeddings import open_sentences
 from cloze.export.train.recipe import EmbedRecipe
@@ -210,6 +216,7 @@ def test_a_run_that_stops_goes_on_to_the_same_weights(
         "cloze.export.train.run_options.Schedule.__init__.__defaults__", (2, 3, 4, 600.0)
     )
     source = as_sentences(bert, tmp_path / "source", "cls", ["dense"])
+    (source / "2_Dense/pytorch_model.bin").touch()  # never read beside safetensors
     recipe = SHORT + CONTRASTIVE + TEXT + RATES
     with fine_tuning.stopped_after(7):
         run(source, tmp_path / "stopped", recipe, *options)
@@ -250,6 +257,13 @@ def test_the_ranking_loss_sums_over_pairs_of_other_scores(bert: Path) -> None:
     total = 1 + sum(math.exp(20 * (cosines[i] - cosines[j])) for i, j in pairs)
     loss, _ = objective.loss(batch)
     assert float(loss) == pytest.approx(math.log(total), rel=1e-4)
+
+
+def test_drawn_sentences_are_cut(bert: Path) -> None:
+    corpus = Corpus(np.arange(5, 45, dtype=np.uint16), np.array([0, 2, 40]), np.array([0, 2]))
+    special = open_folder(str(bert)).special
+    recipe = EmbedRecipe(contrastive_tokens=8, contrastive_sequences=2)
+    assert SentenceDraws(corpus, special, recipe)(0) == [special.text([*range(7, 13)])] * 2
 
 
 def _edit(file: Path, change: Callable[[Any], None]) -> None:

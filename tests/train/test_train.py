@@ -1,18 +1,23 @@
 """The loop of training: steps, rates, averages, checkpoints, and the recipes of the package."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import BertConfig, BertForPreTraining
+from transformers import BertConfig, BertForPreTraining, DistilBertConfig
 
+from cloze.export.errors import TrainError
 from cloze.export.train import recipe as recipes
+from cloze.export.train.batches import PaddedBatch, padded
+from cloze.export.train.card import Run, describe
 from cloze.export.train.loop import train
 from cloze.export.train.optimisation import make_optimizer, schedule_factor
 from cloze.export.train.progress import read_log
 from cloze.export.train.recipe import RECIPES, Optimisation, Recipe, load_recipe
+from cloze.export.train.rows import model_inputs
 from cloze.export.train.run_options import RunOptions, Schedule
 from tests.support.fine_tuning import Stop
 from tests.support.training import quietly
@@ -37,6 +42,18 @@ def test_the_recipes_of_the_package_and_of_the_default_models_are_recipes(file: 
     command, what, *_ = f"{file.stem}-".split("-")
     kind = kinds.get(command) or special[what]
     assert load_recipe(str(file), kind, seed=7).seed == 7
+
+
+def test_two_tasks_of_questions_are_refused() -> None:
+    tasks = [{"name": name, "kind": "qa", "questions": ["x"]} for name in "ab"]
+    with pytest.raises(ValueError, match="a and b are both of kind qa"):
+        recipes.TasksRecipe.model_validate({"steps": 1, "task": tasks})
+
+
+def test_token_types_are_for_models_that_have_them() -> None:
+    batch = padded([np.array([1])], [np.array([0])], 1)
+    for config, types in ((BertConfig(), True), (DistilBertConfig(), False)):
+        assert ("token_type_ids" in model_inputs(PaddedBatch(*batch), config)) == types
 
 
 class _Walking:
@@ -87,6 +104,29 @@ def test_accumulated_batches_are_one_large_batch(tmp_path: Path) -> None:
         return objective.module.weight.detach()
 
     torch.testing.assert_close(fitted(1), fitted(4))
+
+
+def test_each_step_has_the_rate_of_the_schedule_and_a_card_is_of_one_step(tmp_path: Path) -> None:
+    """The gradient is constant, so AdamW moves each of the three weights by the rate."""
+    objective, run = _Walking(), options(tmp_path, Schedule(log=1))
+    rates = Optimisation(learning_rate=0.1, warmup=0.5, weight_decay=0.0, precision="fp32")
+    recipe = Recipe(optimisation=rates)
+    train(objective, run, recipe)
+    moved = -np.diff(objective.before) / 3
+    np.testing.assert_allclose(moved, learning_rates(10, rates)[:-1], rtol=1e-4)
+    card = describe(Run("Walking", None, [], recipe, run, step=4))
+    rows = dict(re.findall(r"^\| ([a-z][a-z ]*) \| (.*) \|$", card, re.MULTILINE))
+    assert (rows["steps"], rows["tokens seen"]) == ("4", "4")
+    assert {"loss", "held out loss"} <= rows.keys()
+    assert "learning rate" not in rows
+
+
+def test_a_weight_that_is_no_number_is_not_saved(tmp_path: Path) -> None:
+    objective, recipe = _Walking(), Recipe(optimisation=Optimisation(precision="fp32"))
+    objective.module.other = torch.nn.Parameter(torch.tensor([torch.nan]))
+    with pytest.raises(TrainError, match="a weight is no number any more at step 10; "):
+        train(objective, options(tmp_path, Schedule()), recipe)
+    assert not (tmp_path / "state.pt").exists()
 
 
 def test_the_result_is_the_mean_of_the_last_weights(tmp_path: Path) -> None:

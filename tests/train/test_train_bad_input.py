@@ -172,6 +172,7 @@ BOUNDARY = "pretraining: span_boundary = true needs unit = 'span' and method = '
 REPLACED = '"none", method = "rtd", keep_embeddings = true'
 BAD_RECIPES = [
     ("size = 120", "sise = 120", "unknown key vocabulary.sise"),
+    ("steps = 10", "steps = 0", "phases.0.steps: Input should be greater than 0, got 0"),
     ("size = 120", 'size = "120"', f"vocabulary.size: {INTEGER} '120'"),
     ("heads = 2", "heads = 3", "model: hidden size 32 is not a multiple of the 3 attention heads"),
     ("precision", "warmup = 0.5, decay = 0.6, precision", SUM),

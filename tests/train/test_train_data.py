@@ -32,11 +32,7 @@ from cloze.export.train.folder import Folder, open_folder
 from cloze.export.train.kept_embeddings import unmasked_texts
 from cloze.export.train.objectives import runs
 from cloze.export.train.recipe import Phase, Pretraining, TextRecipe
-from cloze.export.train.vocabulary import (
-    SPECIAL_TOKENS,
-    save_vocabulary,
-    train_tokenizer,
-)
+from cloze.export.train.vocabulary import SPECIAL_TOKENS, save_vocabulary, train_tokenizer
 from tests.support.training import STORIES, quietly, write_stories
 
 
@@ -97,13 +93,17 @@ def test_tokens_are_the_texts(vocabulary: Folder, corpus: PreparedCorpus, tmp_pa
 
 
 def test_a_text_of_one_title_is_split_by_paragraphs(vocabulary: Folder, tmp_path: Path) -> None:
-    """Each paragraph is on one side, a run of neighbours is a document, and it is said."""
+    """Each paragraph is on one side, a run of neighbours is a document, and it is said. A document
+    of one paragraph is never held out.
+    """
     paragraphs = [
         story.text.replace("\n", " ") + f" The owl saw it {'again ' * number}."
         for number, story in enumerate(STORIES)
     ]
     book = tmp_path / "book.jsonl"
-    book.write_text(json.dumps({"title": "One book", "text": "\n".join(paragraphs)}) + "\n")
+    line = next(text for n in range(99) if is_held_out(text := f"The owl saw {n}.", 0.2))
+    rows = [{"title": "One book", "text": "\n".join(paragraphs)}, {"title": "A line", "text": line}]
+    book.write_text("".join(json.dumps(row) + "\n" for row in rows))
     said: list[str] = []
     corpus = prepared(book, vocabulary, tmp_path / "prepared", said.append)
     assert any("split by paragraphs" in line for line in said)
@@ -113,6 +113,7 @@ def test_a_text_of_one_title_is_split_by_paragraphs(vocabulary: Folder, tmp_path
             for side, run in groupby(paragraphs, lambda each: is_held_out(each, 0.2))
             if side == is_out
         ]
+        runs += [] if is_out else [[line]]
         texts = [text for run in runs for text in run]
         expected = [vocabulary.text.encode(text, add_special_tokens=False).ids for text in texts]
         assert part.tokens.tolist() == [*chain(*expected)] != []

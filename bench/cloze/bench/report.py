@@ -67,7 +67,8 @@ def _turns(result: Result) -> list[str]:
     turns = max(turn.turn for turn in result.turns) + 1
     stolen = [f"{turn.stolen:.0%}" for turn in sorted(result.turns, key=lambda turn: turn.stolen)]
     lines = [
-        f"Medians of {turns} turns; all subjects in turn, those of a load on the same texts. "
+        f"Medians of {turns} turn{'s' * (turns != 1)}; all subjects in turn, those of a load on "
+        "the same texts. "
         "CPU ms is the processor time of the server per request, client ms that of the load "
         "generator, which shares the cores. Other guests of the host took "
         f"{stolen[0]} to {stolen[-1]} of the processor time of a load.",

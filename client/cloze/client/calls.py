@@ -51,6 +51,9 @@ def fill_mask(
 ) -> Call[list[list[list[Prediction]]]]:
     """Return the likeliest tokens: for each text, for each of its masks, best first.
 
+    One text counts as a list of one text, as in all methods: the nesting of the result does not
+    depend on the input. The predictions of the only mask of the only text are ``result[0][0]``.
+
     Args:
         texts: a text or many, each with at least one mask token.
         top_k: number of predictions per mask; None selects the server's default, 5.

@@ -16,6 +16,7 @@ from cloze.export.graph.session import open_session
 from cloze.export.heads import EMBEDDING
 from cloze.export.heads.embedding import EmbeddingRecipe
 from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.load.weights import NO_TENSORS
 from cloze.export.measure.pairs import ScoredPair
 from cloze.export.measure.scorer import GraphScorer
 from cloze.export.measure.texts import GateTexts
@@ -114,8 +115,10 @@ def export(
         options = replace(options, tasks=tuple(tasks))
     checkpoint = load_checkpoint(source, options.revision, options.tasks, options.backbone)
     for note in checkpoint.notes:
-        report(f"  note: {note}")
+        if not note.endswith(NO_TENSORS):
+            report(f"  note: {note}")
     heads = _choose_heads(checkpoint, options)
+    report(f"  offers {', '.join(head.task for head in heads)}")
     if reranks:
         checkpoint = _as_reranker(checkpoint)
     job = _round(checkpoint, heads, options)
@@ -241,8 +244,7 @@ def _write_graphs(
     )
     graphs = {}
     for precision in (Precision.FP32, *options.lower_precisions):
-        tasks = ", ".join(head.task for head in job.heads)
-        report(f"writing the {precision} graph for {tasks} and comparing it with torch")
+        report(f"writing the {precision} graph and comparing it with torch")
         graphs[precision] = writer.write(precision)
     if job.adapted is None:
         return graphs, None

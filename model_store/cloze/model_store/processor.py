@@ -42,7 +42,7 @@ def int8_advantage() -> str | None:
     if found := sorted(listed & _INT8):
         return ", ".join(found)
     if "avx2" in listed and "avx512f" not in listed:
-        return "avx2, where exact int8 is faster than fp32,"
+        return "avx2"
     return None
 
 

@@ -77,8 +77,8 @@ class InvalidBody(InvalidRequest, code="invalid_body"):
     """The body lacks a field, has an unknown one, or one with a value of another type."""
 
 
-class MissingField(InvalidBody):
-    """The body lacks a field, which the protocol of gliner answers with a status of its own."""
+class MissingField(InvalidBody, code="missing_field"):
+    """The body of gliner's protocol lacks a field, which has a status of its own there."""
 
 
 class TextTooLong(InvalidRequest, code="text_too_long"):

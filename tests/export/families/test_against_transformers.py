@@ -37,11 +37,7 @@ from tests.support.family_checkpoints import (
     settings_of,
     theirs,
 )
-from tests.support.tokenizer_kinds import (
-    mpnet_wordpiece,
-    unigram,
-    wordpiece,
-)
+from tests.support.tokenizer_kinds import mpnet_wordpiece, unigram, wordpiece
 
 
 def set_config(folder: Path, **settings: Any) -> None:

@@ -15,14 +15,7 @@ import transformers
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
 from cloze.export.load.checkpoint import load_checkpoint
-from tests.support.family_checkpoints import (
-    CLASSES,
-    ids_of,
-    ours,
-    same,
-    save,
-    theirs,
-)
+from tests.support.family_checkpoints import CLASSES, ids_of, ours, same, save, theirs
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

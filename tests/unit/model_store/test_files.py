@@ -45,7 +45,7 @@ INTEL = "processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512_vnni\nbugs : avx_vnn
         (INTEL, ["avx512_vnni"], "avx512_vnni"),
         ("flags : avx_vnni avx512_vnni\n", ["avx512_vnni", "avx_vnni"], "avx512_vnni, avx_vnni"),
         ("Features : fp asimddp i8mm\n", ["asimddp", "i8mm"], "asimddp, i8mm"),
-        ("flags : avx2\n", [], "avx2, where exact int8 is faster than fp32,"),
+        ("flags : avx2\n", [], "avx2"),
         ("flags : avx2 avx512f\n", [], None),
         ("flags : sse2\n", [], None),
         ("model name : avx2\n", [], None),

@@ -40,6 +40,10 @@ RenamedTensors = dict[str, tuple[str, Tensor]]
 """Our tensor name -> the name in the checkpoint, and the tensor."""
 
 
+NO_TENSORS = "the checkpoint has no tensors for it"
+"""Why a checkpoint of another kind lacks a head."""
+
+
 def load_model(
     tensors: Mapping[str, Tensor],
     family: Family,
@@ -231,7 +235,7 @@ def _why_absent(
         for first, why in spec.without.items():
             if any(one.startswith(first) for one in unknown):
                 return why
-        return "the checkpoint has no tensors for it"
+        return NO_TENSORS
     if present == required:
         return None
     for first, reason in head.incomplete.items():

@@ -3,6 +3,7 @@
 Documents are split into sentences, and whole documents are held out. Text is streamed.
 """
 
+import csv
 import hashlib
 import lzma
 import re
@@ -15,9 +16,14 @@ from pydantic import ConfigDict, StringConstraints, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from cloze.export.errors import DataError
+from cloze.model_store import csv_rows
 
 _HALF = re.compile("[\ud800-\udfff]")
 """A byte that is not UTF-8, as `surrogateescape` decodes it."""
+
+
+_LONGEST_FIELD = 2**26
+"""Most characters of a field of a table."""
 
 
 @contextmanager
@@ -76,6 +82,27 @@ def read_entries(file: Path, kind: type[Entry]) -> Iterator[tuple[str, Entry]]:
         except ValidationError as error:
             raise DataError(f"{file}, line {number}: {describe_error(error)}") from None
         yield f"{file}, line {number}", entry
+
+
+def read_table(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield (file and line, fields by column) of a CSV or TSV file with a header.
+
+    Raises:
+        DataError: see `read_lines`; or the columns have no names, or a row has other fields.
+    """
+    delimiter = "\t" if ".tsv" in file.suffixes else ","
+    rows = csv_rows.records(read_lines(file), most_characters=_LONGEST_FIELD, delimiter=delimiter)
+    try:
+        header = [name.removeprefix("\ufeff") for name in csv_rows.header_of(rows)]
+        for line, record in rows:
+            row, problem = csv_rows.named(header, record)
+            if problem is not None:
+                raise DataError(f"{file}, line {line}: {problem}")
+            yield f"{file}, line {line}", row
+    except (csv.Error, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{file} {error}") from None
 
 
 def describe_error(error: ValidationError) -> str:

@@ -13,12 +13,19 @@ from typing import Annotated, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, PlainValidator, StringConstraints, model_validator
+from pydantic import Field, PlainValidator, StringConstraints, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 from tokenizers import Encoding, Tokenizer
 
 from cloze.export.errors import DataError
-from cloze.export.measure.documents import STRICT, Text, read_entries, read_lines
+from cloze.export.measure.documents import (
+    STRICT,
+    Text,
+    describe_error,
+    read_entries,
+    read_lines,
+    read_table,
+)
 from cloze.export.measure.metrics import classification, entity_tags, multi_label, regression
 from cloze.model_store.heads.label_sets import LabelSet
 from cloze.model_store.heads.sequence_classification import ProblemType, SequenceLabelSet
@@ -129,7 +136,8 @@ Row = LabelledText | TaggedSentence
 def read_labelled(files: Iterable[Path]) -> list[LabelledText]:
     """Read JSON Lines: ``text``, perhaps ``text_pair``, and ``label`` or ``labels``.
 
-    ``label`` is a string, or a number for a regression. ``labels`` is a list of strings.
+    ``label`` is a string, or a number for a regression. ``labels`` is a list of strings. A CSV or
+    TSV file has columns of these names: ``label`` is a class there, and ``score`` a number.
 
     Raises:
         DataError: a file is missing or holds no text, or a line is not such an object, or is of
@@ -138,7 +146,8 @@ def read_labelled(files: Iterable[Path]) -> list[LabelledText]:
     rows: list[LabelledText] = []
     for file in files:
         before = len(rows)
-        for at, entry in read_entries(file, LabelledText):
+        is_table = {".csv", ".tsv"} & {*file.suffixes}
+        for at, entry in _from_table(file) if is_table else read_entries(file, LabelledText):
             rows.append(row := dataclasses.replace(entry, at=at))
             if row.kind != rows[0].kind:
                 raise DataError(
@@ -147,6 +156,26 @@ def read_labelled(files: Iterable[Path]) -> list[LabelledText]:
         if len(rows) == before:
             raise DataError(f"{file} is empty")
     return rows
+
+
+def _from_table(file: Path) -> Iterator[tuple[str, LabelledText]]:
+    for at, row in read_table(file):
+        if "text" not in row or ("label" in row) == (SCORE in row):
+            columns = ", ".join(row)
+            raise DataError(
+                f'{at}: needs the columns "text" and either "label" or "{SCORE}", got {columns}'
+            )
+        label: str | float = row.get("label", "")
+        try:
+            if SCORE in row:
+                label = float(row[SCORE])
+            pair = row.get("text_pair") or None
+            entry = LabelledText(text=row["text"], text_pair=pair, label=label)
+        except ValidationError as error:
+            raise DataError(f"{at}: {describe_error(error)}") from None
+        except ValueError:
+            raise DataError(f"{at}: {SCORE} is not a number: {_shown(row[SCORE])}") from None
+        yield at, entry
 
 
 def read_tagged(files: Iterable[Path]) -> list[TaggedSentence]:

@@ -22,6 +22,9 @@ from cloze.export.train.run_dir import CHECKPOINT
 from cloze.export.train.run_options import RunOptions
 from cloze.model_store.processor import processor_name
 
+HELD_OUT = "held_out_"
+"""Begins the names of the figures of held-out rows in a log."""
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -72,8 +75,7 @@ def write_run(model: Any, tokenizer: PreTrainedTokenizerBase, run: Run, **settin
 def describe(run: Run) -> str:
     """Return the model card of a run."""
     source, options, recipe = run.source, run.options, run.recipe
-    entries = read_log(options.run_dir)
-    last_entry = [each for each in entries if run.step is None or each["step"] <= run.step][-1]
+    last_entry = _last_entry(run)
     rows = {
         "from": source.location if source else "nothing: random weights",
         "data": ", ".join(file.name for file in run.files),
@@ -85,7 +87,7 @@ def describe(run: Run) -> str:
         "torch": torch.__version__,
     }
     for name, value in last_entry.items():
-        if name.startswith("held_out_") or name in ("loss", "accuracy"):
+        if name.startswith(HELD_OUT) or name in ("loss", "accuracy"):
             rows[name.replace("_", " ")] = f"{value:.4f}"
     table = "\n".join(f"| {name} | {value} |" for name, value in (rows | dict(run.figures)).items())
     heading = front_matter(options.license or (source.license if source else None))
@@ -93,6 +95,32 @@ def describe(run: Run) -> str:
         f"{heading}# {run.title}\n\n| | |\n|---|---|\n{table}\n\n"
         f"Recipe:\n\n```json\n{recipe.model_dump_json(indent=2)}\n```\n"
     )
+
+
+def held_out_line(run: Run, rows: int, main: str) -> str:
+    """Return what a run reached on held-out rows, in words.
+
+    Args:
+        rows: number of held-out rows.
+        main: name of the figure that says how good the model is.
+    """
+    figures = {
+        name.removeprefix(HELD_OUT): value
+        for name, value in _last_entry(run).items()
+        if name.startswith(HELD_OUT)
+    }
+    if not rows or main not in figures:
+        return "no row was held out, so nothing says how good the model is on other texts"
+    shown = {main: figures.pop(main)} | figures
+    listed = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in shown.items())
+    nothing = "; the model has not learnt the task: train for longer" if not shown[main] else ""
+    return f"on {rows:,} held-out rows, which the model has not seen: {listed}{nothing}"
+
+
+def _last_entry(run: Run) -> dict[str, Any]:
+    """Return the last entry of the log up to the step whose weights the run has."""
+    entries = read_log(run.options.run_dir)
+    return [each for each in entries if run.step is None or each["step"] <= run.step][-1]
 
 
 def _hardware(device: torch.device) -> str:

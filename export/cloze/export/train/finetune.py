@@ -25,7 +25,7 @@ from transformers import (
 from cloze.export.errors import TrainError
 from cloze.export.measure.documents import fingerprint
 from cloze.export.train.adapters import add_low_rank
-from cloze.export.train.card import Run, write_run
+from cloze.export.train.card import Run, held_out_line, write_run
 from cloze.export.train.folder import Folder
 from cloze.export.train.label_tasks import LabelRows, TagRows, WindowRows, read_rows, read_windows
 from cloze.export.train.loop import batches_per_step, train
@@ -90,7 +90,9 @@ def finetune(
         setattr(network.config, HEAD_SECTIONS, {task.head: calibrated.model_dump(mode="json")})
     read, title = [*files, *held_out_files], "An encoder fine-tuned for one task"
     run = Run(title, source, read, recipe, options, step, figures)
-    return write_run(network, source.tokenizer, run)
+    folder = write_run(network, source.tokenizer, run)
+    options.report(held_out_line(run, len(task.held_out_rows), task.figure))
+    return folder
 
 
 def label_sets(tasks: Sequence[TaskRows]) -> dict[str, LabelSets]:

@@ -99,8 +99,8 @@ class RowObjective:
         self._max_tokens = max_tokens(network)
         if task.settings.tokens > self._max_tokens:
             raise TrainError(
-                f"sequences of {task.settings.tokens} tokens exceed the checkpoint's "
-                f"{self._max_tokens} positions"
+                f"the recipe's tokens = {task.settings.tokens} exceed the checkpoint's "
+                f"{self._max_tokens} positions; give a recipe with tokens = {self._max_tokens}"
             )
         lengths = [len(row.input_ids) for row in task.rows]
         self._batches = shuffled_batches(lengths, task.settings.sequences, seed)

@@ -36,7 +36,7 @@ def locked(run_dir: Path) -> Iterator[None]:
     """Make the directory, and keep runs of other processes out of it.
 
     A file beside the lock names the process. Without a lock (see `system.locked`), nothing is kept
-    out.
+    out. A run that fails before its first checkpoint and log leaves no directory behind.
 
     Raises:
         TrainError: another run is in the directory.
@@ -44,6 +44,7 @@ def locked(run_dir: Path) -> Iterator[None]:
     if not is_main():
         yield  # a process of the run whose main process has the lock
         return
+    is_new = not run_dir.exists()
     _make(run_dir)
     owner = run_dir / OWNER
 
@@ -53,9 +54,13 @@ def locked(run_dir: Path) -> Iterator[None]:
             f"{name or 'another process'} runs in {run_dir}; end it first, or give another folder"
         )
 
-    with system.locked(run_dir / LOCK, refuse):
-        owner.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
-        yield
+    try:
+        with system.locked(run_dir / LOCK, refuse):
+            owner.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+            yield
+    finally:
+        if is_new and {file.name for file in run_dir.glob("*")} <= {LOCK, OWNER, IDENTITY}:
+            shutil.rmtree(run_dir, ignore_errors=True)
 
 
 def _make(run_dir: Path) -> None:

@@ -27,6 +27,9 @@ log = logging.getLogger("cloze")
 EngineFactory = Callable[[Bundle, Device, RequestedPrecision], Engine]
 """Opens the engine of a bundle on a device, in a precision."""
 
+_SHOWN_ADAPTERS = 20
+"""Most adapters of a base that the log names."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -175,6 +178,7 @@ class LocalModels:
         except BaseException:
             close_models(new.values())
             raise
+        _log_adapters(model.bundle for model in new.values())
         return [models[bundle.manifest.reference] for bundle in bundles]
 
     def _open(self, bundle: Bundle) -> ServedModel:
@@ -209,6 +213,18 @@ class LocalModels:
             engine.reason,
         )
         return ServedModel(bundle, queue, lambda: engine.precision, engine.adapters)
+
+
+def _log_adapters(bundles: Iterable[Bundle]) -> None:
+    """Log the adapters of each base."""
+    of_base: dict[str, list[str]] = {}
+    for bundle in bundles:
+        if isinstance(bundle, AdapterBundle):
+            names = of_base.setdefault(bundle.base.manifest.reference, [])
+            names.append(bundle.manifest.reference)
+    for base, names in of_base.items():
+        more = f" and {len(names) - _SHOWN_ADAPTERS} more" if len(names) > _SHOWN_ADAPTERS else ""
+        log.info("serving %s%s on %s", ", ".join(names[:_SHOWN_ADAPTERS]), more, base)
 
 
 def check_memory(bundles: Iterable[Bundle], settings: Settings) -> None:

@@ -86,18 +86,22 @@ function difference(before, now) {
     rate: (now.requests - before.requests) / (now.time - before.time),
     p50: quantile(counts, 0.5),
     p99: quantile(counts, 0.99),
-    batch: batches ? (now.texts - before.texts) / batches : 0,
+    batch: batches ? (now.texts - before.texts) / batches : null,
     queue: now.queue,
   };
 }
 
-/** Returns a quantile in ms of cumulative [seconds, count] buckets, linear within a bucket. */
+/** Returns a quantile in ms of cumulative [seconds, count] buckets, linear within a bucket.
+ *
+ * Without a request, there is none: null.
+ */
 function quantile(buckets, share) {
   const total = buckets.length ? buckets.at(-1)[1] : 0;
+  if (!total) return null;
   let low = 0;
   let below = 0;
   for (const [limit, count] of buckets) {
-    if (total && count >= total * share) {
+    if (count >= total * share) {
       if (limit === Infinity) return low * 1000;
       const part = count > below ? (total * share - below) / (count - below) : 1;
       return (low + (limit - low) * part) * 1000;
@@ -130,15 +134,15 @@ function figure({ title, curves }) {
       element("span", {}, `${minutes} minutes ago`), element("span", {}, "now")));
 
   function draw(history) {
-    const most = rounded(Math.max(...history.flatMap((point) => names.map((name) => point[name]))));
+    const most = rounded(Math.max(...history.flatMap((point) => names.map((name) => point[name] ?? 0))));
     lines.forEach((line, index) => {
       const points = history.map((point, i) =>
-        `${i + POINTS - history.length},${100 - 98 * (point[names[index]] / most)}`);
+        `${i + POINTS - history.length},${100 - 98 * ((point[names[index]] ?? 0) / most)}`);
       line.setAttribute("points", points.join(" "));
     });
     [ticks[0].textContent, ticks[1].textContent] = [String(most), String(most / 2)];
     names.forEach((name, index) => {
-      legend[index].textContent = `${curves[name]} ${history.at(-1)[name].toFixed(1)}`;
+      legend[index].textContent = `${curves[name]} ${history.at(-1)[name]?.toFixed(1) ?? "–"}`;
     });
     const latest = legend.map(({ textContent }) => textContent).join(", ");
     drawing.setAttribute("aria-label", `${title}: ${latest}`);

@@ -50,14 +50,24 @@ function notServed({ task, exported = task }) {
 }
 
 function showPanel(panel, info) {
-  const tasksOf = Object.fromEntries(info.models
+  const models = info.models
     .filter(({ tasks }) => tasks.includes(panel.task))
-    .map(({ name, version, tasks }) => [`${name}@${version}`, tasks]));
+    .map(({ name, version }) => `${name}@${version}`);
   const inputs = Object.fromEntries(panel.fields.map((field) => [field.name, input(field)]));
-  const model = element("select", { name: "model" },
-    ...Object.keys(tasksOf).map((name) => element("option", { value: name }, name)));
+  const model = element("select", { name: "model" }, ...options(models));
   model.value = info.defaults[panel.task];
-  const small = panel.fields.filter(({ kind }) => kind);
+  const small = panel.fields.filter(({ kind, choices }) => kind || choices);
+  const chosen = panel.fields.filter(({ choices }) => choices);
+  const served = () =>
+    info.models.find(({ name, version }) => `${name}@${version}` === model.value);
+  const choose = () => {
+    for (const { name, choices } of chosen) {
+      inputs[name].replaceChildren(...options(served()[choices] ?? []));
+      inputs[name].disabled = !inputs[name].options.length; // a model with one set has no names
+    }
+  };
+  model.addEventListener("change", choose);
+  choose();
   const labelled = ({ label, name }) => element("label", {}, label, inputs[name]);
   const form = element("form", {},
     ...panel.fields.filter((field) => !small.includes(field)).map(labelled),
@@ -73,7 +83,7 @@ function showPanel(panel, info) {
     event.preventDefault();
     underway.abort();
     const current = underway = new AbortController();
-    const values = { tasks: tasksOf[model.value] };
+    const values = { tasks: served().tasks };
     for (const [name, { value }] of Object.entries(inputs)) values[name] = value;
     const body = panel.body(values);
     if (model.value !== info.defaults[panel.task]) body.model = model.value;
@@ -95,7 +105,12 @@ function showPanel(panel, info) {
   return () => underway.abort();
 }
 
-function input({ value, rows, kind }) {
+function options(names) {
+  return names.map((name) => element("option", { value: name }, name));
+}
+
+function input({ value, rows, kind, choices }) {
+  if (choices) return element("select", {});
   if (kind) return element("input", { type: kind, value, min: 1 });
   return rows ? element("textarea", { value, rows }) : element("input", { type: "text", value });
 }

@@ -17,8 +17,9 @@ const replaced = ({ labels, tasks }) =>
 /** The panels in the order of the page.
  *
  * `exported` is the task to export for the panel, if it is another one. A field is a text, several
- * lines if it has `rows`. `body` and `python` take the values of the fields by name, and the `tasks`
- * of the chosen model; `show` takes the answer and the values, and returns elements.
+ * lines if it has `rows`, or one of the names that `/info` has of the model under `choices`. `body`
+ * and `python` take the values of the fields by name, and the `tasks` of the chosen model; `show`
+ * takes the answer and the values, and returns elements.
  */
 export const PANELS = [
   {
@@ -183,7 +184,7 @@ export const PANELS = [
     fields: [
       { name: "text", label: "Text", value: "The room was loud and the staff unfriendly.", rows: 4 },
       { name: "top", label: "Labels", value: "5", kind: "number" },
-      { name: "set", label: "Label set, if not the first", value: "", kind: "text" },
+      { name: "set", label: "Label set", choices: "label_sets" },
     ],
     body: ({ text, top, set }) => ({
       inputs: text, parameters: { top_k: Number(top), ...(set && { label_set: set }) },

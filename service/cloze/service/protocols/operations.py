@@ -15,6 +15,7 @@ from starlette.responses import Response
 from cloze.model_store import Manifest
 from cloze.model_store.embedding_space import own_recipe, tokens_recipe
 from cloze.model_store.heads import sequence_classification, token_classification
+from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.model_store.heads.token_classification import TokenLabels, tag_scheme
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.model_store.manifest import Role
@@ -210,6 +211,9 @@ def _model(context: ProtocolContext, models: Models, pipeline: Pipeline) -> dict
     options = manifest.heads.get(token_classification.HEAD.name)
     if isinstance(options, TokenLabels) and (scheme := tag_scheme(options.labels)):
         described["tag_scheme"] = scheme  # it marks the ends of entities
+    labels = manifest.heads.get(sequence_classification.HEAD.name)
+    if isinstance(labels, SequenceLabels) and labels.further:
+        described["label_sets"] = labels.names
     if isinstance(bundle, AdapterBundle):
         described["base"] = bundle.base.manifest.reference
     return described

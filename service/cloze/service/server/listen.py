@@ -34,6 +34,15 @@ def bind(settings: Settings) -> socket.socket:
     return listener
 
 
+def check_port(settings: Settings) -> None:
+    """Check that the address can be bound, before the work of a start.
+
+    Raises:
+        StartupError: the address cannot be bound.
+    """
+    bind(settings).close()
+
+
 def listen(listener: socket.socket, settings: Settings) -> None:
     """Start to accept connections, and log the address.
 

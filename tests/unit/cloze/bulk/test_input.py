@@ -13,13 +13,7 @@ from cloze.bulk.chunks import Chunk, chunk_of_batch, chunk_of_rows, grouped, is_
 from cloze.bulk.errors import BulkError
 from cloze.bulk.parquet_files import ParquetReader, open_parquet
 from cloze.bulk.plan import FileFormat, Plan, Shard
-from cloze.bulk.sources import (
-    ShardReader,
-    check_column,
-    check_text_column,
-    input_files,
-    make_plan,
-)
+from cloze.bulk.sources import ShardReader, check_column, check_text_column, input_files, make_plan
 from cloze.bulk.text_files import ColumnTypes, Range
 
 

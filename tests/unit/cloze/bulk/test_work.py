@@ -217,8 +217,8 @@ def most_unwritten(job: BulkJob) -> tuple[int, int]:
     worker = BulkWorker(job, on_rows)
     original = worker._reader.read
 
-    def counted(shard: Shard) -> Iterator[Chunk]:
-        for chunk in original(shard):
+    def counted(shard: Shard, skipped: int) -> Iterator[Chunk]:
+        for chunk in original(shard, skipped):
             read.append(chunk)
             waiting = read[written[0] :]
             most[0] = max(most[0], len(waiting))

@@ -33,6 +33,7 @@ def with_positions(folder: Path, positions: int) -> Path:
 def read(folder: Path) -> tuple[Any, LateInteraction]:
     loaded = load_checkpoint(str(folder))
     options = loaded.options["multi_vector"]
+    assert [head.name for head in loaded.default_heads] == ["multi_vector"]
     assert isinstance(options, LateInteraction)
     return loaded.tokenizer.tokenizer, options
 
@@ -57,6 +58,8 @@ def test_defaults_of_stanford(tmp_path: Path) -> None:
     assert not options.attends_to_filling
     assert options.skipped_ids
     assert tokenizer.token_to_id(",") in options.skipped_ids
+    _, options = read(late_models.stanford(tmp_path / "own", mask_punctuation=False))
+    assert not options.skipped_ids
 
 
 def test_lengths_are_cut_to_the_positions_of_the_encoder(tmp_path: Path) -> None:

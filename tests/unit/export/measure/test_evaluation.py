@@ -12,27 +12,15 @@ import pytest
 from scipy.stats import spearmanr
 
 from cloze.export.errors import DataError
-from cloze.export.measure.evaluate import (
-    Sentence,
-    read_sentences,
-)
+from cloze.export.measure.evaluate import Sentence, read_sentences
 from cloze.export.measure.metrics import best_threshold
 from cloze.export.measure.pairs import ScoredPair, read_pairs, similarity
-from cloze.export.measure.scorer import (
-    MaskedRow,
-    score_masks,
-)
+from cloze.export.measure.scorer import MaskedRow, score_masks
 from cloze.export.measure.squad import Question, read_questions
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import ArrayResult
 from cloze.model_store.heads.masked_lm import MaskedLMResult
-from tests.support.scorers import (
-    CLS,
-    ID,
-    SEP,
-    ByHand,
-    tokenizer,
-)
+from tests.support.scorers import CLS, ID, SEP, ByHand, tokenizer
 
 
 def likely(encoding: Encoding) -> dict[str, Any]:

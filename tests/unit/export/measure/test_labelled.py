@@ -51,3 +51,38 @@ def test_the_kinds_of_labels(tmp_path: Path) -> None:
         file.write_text(line)
         [row] = read_labelled([file])
         assert (row.problem, row.names) == (problem, names)
+
+
+def test_a_table_with_a_header(tmp_path: Path) -> None:
+    for name, content in {
+        "rows.csv": '\ufefftext,label,id\n"A, b\nc",1,7\n\nd,x,8\n',
+        "rows.tsv": 'text\tlabel\n"A, b\nc"\t1\nd\tx\n',
+    }.items():
+        (tmp_path / name).write_text(content)
+        rows = read_labelled([tmp_path / name])
+        assert [(row.text, row.label) for row in rows] == [("A, b\nc", "1"), ("d", "x")]
+    numbers = tmp_path / "numbers.csv"
+    numbers.write_text("text,text_pair,score\na,b,0.5\n")
+    [row] = read_labelled([numbers])
+    assert (row.text_pair, row.label, row.problem) == ("b", 0.5, "regression")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", " has no line with the names of the columns"),
+        ("text,text\na,b\n", " has two columns named 'text'"),
+        ("text,label\na\n", ", line 2: the row has 1 fields, and the header has 2"),
+        ("a,label\nb,c\n", ', line 2: needs the columns "text" and either "label" or "score", got'),
+        ("text,score\na,many\n", ", line 2: score is not a number: 'many'"),
+        ("text,score\na,nan\n", f", line 2: {EXPECTED}, got nan"),
+        ("text,label\n ,x\n", ", line 2: text: String should match pattern"),
+        ('text,label\n"a"b,x\n', " ',' expected after '\"'"),
+    ],
+)
+def test_a_bad_table(content: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text(content)
+    with pytest.raises(DataError) as caught:
+        read_labelled([file])
+    assert str(caught.value).startswith(f"{file}{message}")

@@ -24,7 +24,7 @@ from cloze.service.errors import (
     Overloaded,
     ShuttingDown,
 )
-from tests.support.encodings import encoding, submit
+from tests.support.encodings import encoding, of_tasks, submit
 from tests.support.fake_engine import FakeEngine
 from tests.support.refusals import refused
 from tests.support.stepped import SteppedScheduler
@@ -107,6 +107,21 @@ def test_a_batch_is_reported() -> None:
     assert [set(report.traces) for report in reports] == [{"00-1"}, {"00-2"}, {"00-3"}]
     assert reports[0].seconds >= 0.02
     assert 0 <= reports[1].seconds < 20
+
+
+def test_encodings_of_different_heads_share_a_batch() -> None:
+    engine = FakeEngine()
+    with running(engine, limits(max_batch_tokens=100)) as made:
+        engine.gate.clear()
+        submit(made, [sized(5)], later())
+        engine.entered.wait(20)
+        mixed = of_tasks(("fill-mask", "nsp", "embed"), 6, 5)
+        submitted = [submit(made, [one], later()) for one in mixed]
+        engine.gate.set()
+        for each in submitted:
+            each.result(20)
+    assert [len(batch) for batch in engine.batches] == [1, 6]
+    assert len({tuple(one.requests) for one in engine.batches[1]}) == 3
 
 
 def test_a_result_has_the_times_of_its_request() -> None:

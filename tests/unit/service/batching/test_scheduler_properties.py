@@ -17,11 +17,7 @@ from cloze.model_store.batch import Encoding
 from cloze.service.batching.admission import SchedulerLimits
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import BatchFill, BatchReport, BatchResult
-from cloze.service.errors import (
-    DeadlineExceeded,
-    EngineDead,
-    EngineFailed,
-)
+from cloze.service.errors import DeadlineExceeded, EngineDead, EngineFailed
 from tests.support import encodings
 from tests.support.encodings import submit
 from tests.support.fake_engine import FakeEngine

@@ -24,8 +24,8 @@ from cloze.service.engine.onnx_engine import OnnxEngine, SessionOptions
 from cloze.service.engine.session import CUDA, CpuSession
 from cloze.service.errors import EngineFailed, StartupError
 from tests.support.encodings import encoding, submit
+from tests.support.mean_graph import TABLE, mean, write_graph
 from tests.support.task_model import manifest
-from tests.unit.service.engine.mean_graph import TABLE, mean, write_graph
 
 IDS = [[1, 2, 3], [4, 5, 6]]
 

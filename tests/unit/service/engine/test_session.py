@@ -17,7 +17,7 @@ from cloze.service.engine.session import (
     is_aligned,
     temporary_folder,
 )
-from tests.unit.service.engine.mean_graph import TABLE, write_graph
+from tests.support.mean_graph import TABLE, write_graph
 
 
 @pytest.fixture

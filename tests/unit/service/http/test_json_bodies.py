@@ -8,10 +8,9 @@ from typing import Any
 import orjson
 import pytest
 from anyio import CancelScope
-from pydantic import BaseModel, ConfigDict
 
-from cloze.service.errors import InvalidRequest, MalformedRequest, RequestTooLarge
-from cloze.service.http.body import SHORT_BYTES, BodyLimits, load, validate
+from cloze.service.errors import MalformedRequest, RequestTooLarge
+from cloze.service.http.body import SHORT_BYTES, BodyLimits, load
 from cloze.service.threads import run_on_thread
 from tests.support.refusals import refused
 
@@ -96,53 +95,3 @@ async def test_a_body_that_nobody_waits_for_is_scanned_no_further() -> None:
     may_read.set()
     assert await asyncio.to_thread(has_ended.wait, 10)
     assert ends == ["ended"]
-
-
-class Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    name: str
-    others: list[int] | str | None = None
-
-
-class Whole(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    part: Part
-    parts: list[Part] | Part | None = None
-    number: int = 0
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ({}, "part: Field required"),
-        ([], "the body: Input should be an object"),
-        ({"part": 3}, "part: Input should be an object"),
-        ({"part": {"name": 3}}, "part.name: Input should be a valid string"),
-        ({"part": {"name": "a", "x": 1}}, "part.x: there is no such field"),
-        ({"part": {"name": "a"}, "number": "secret"}, "number: Input should be a valid integer"),
-        (
-            {"part": {"name": "a", "others": 3}, "number": "a"},
-            "part.others: Input should be a valid array; "
-            "part.others: Input should be a valid string",
-        ),
-        (
-            {"part": {"name": "a"}, "parts": 3},
-            "parts: Input should be a valid array; parts: Input should be an object",
-        ),
-        ({"part": {"name": "a"}, "y" * 100: 3}, f"{'y' * 80}: there is no such field"),
-    ],
-)
-def test_errors_of_shapes(value: Any, message: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        validate(Whole, value)
-    assert str(caught.value).startswith(message)
-    assert "secret" not in str(caught.value)
-
-
-def test_four_errors_of_the_first_field_are_named() -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        validate(Whole, {"part": {"name": "a"}, "parts": [{}] * 6, "number": "a"})
-    shown = "; ".join(f"parts.{number}.name: Field required" for number in range(4))
-    assert str(caught.value) == shown

@@ -16,9 +16,9 @@ import pytest
 
 from cloze.service.processes.children import Child, ChildConfig, end_all
 from cloze.service.settings import Settings
+from tests.support.forked import forked
 from tests.support.leaping_loop import LEAPING
 from tests.support.virtual_time import LOOP_CLOCK, VirtualClock
-from tests.unit.service.processes.forked import forked
 
 PR_GET_PDEATHSIG = 2
 

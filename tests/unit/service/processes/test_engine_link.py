@@ -18,9 +18,9 @@ from cloze.service.processes import frames
 from cloze.service.processes.frontend import EngineLink, RemoteQueue
 from tests.support.encodings import submit
 from tests.support.leaping_loop import LEAPING
+from tests.support.message_wire import Wire
 from tests.support.refusals import refused
 from tests.support.virtual_time import VirtualClock
-from tests.unit.service.processes.wire import Wire
 
 pytestmark = pytest.mark.anyio
 

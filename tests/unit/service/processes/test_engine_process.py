@@ -31,9 +31,9 @@ from tests.support import encodings
 from tests.support.collector import collecting
 from tests.support.encodings import submit
 from tests.support.fake_engine import FakeEngine
+from tests.support.forked import Fork, forked, publish
+from tests.support.message_wire import Wire
 from tests.support.task_model import manifest
-from tests.unit.service.processes.forked import Fork, forked, publish
-from tests.unit.service.processes.wire import Wire
 
 pytestmark = pytest.mark.anyio
 

@@ -20,7 +20,7 @@ from cloze.service.processes import frames, frontend
 from cloze.service.processes.children import ChildConfig
 from cloze.service.processes.frames import Channel
 from cloze.service.settings import Settings
-from tests.unit.service.processes.forked import Fork, forked, publish
+from tests.support.forked import Fork, forked, publish
 
 
 @dataclass

@@ -18,8 +18,8 @@ from cloze.service.processes import children as children_module
 from cloze.service.processes import supervisor as supervisor_module
 from cloze.service.processes.supervisor import Supervisor, supervise
 from cloze.service.settings import Settings
+from tests.support.forked import COMMAND, Fork, forked, publish
 from tests.support.waiting import wait_until
-from tests.unit.service.processes.forked import COMMAND, Fork, forked, publish
 
 BOTH = ["engine-0", "engine-1"]
 FRONT_ENDS = ["frontend-0", "frontend-1", "frontend-2"]

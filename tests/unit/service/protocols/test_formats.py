@@ -16,12 +16,8 @@ from cloze.service.tasks import TASKS
 from cloze.service.tasks.embed_all import TokenVectors
 from cloze.service.tasks.nsp import NspLabel, RankedCandidate
 from cloze.service.tasks.task import TextUsage
-from cloze.service.tasks.text_classification import LabelScore
 from tests.support.refusals import refused
-
-
-def packed(*texts: bytes) -> bytes:
-    return b"".join(struct.pack("<I", len(text)) + text for text in texts)
+from tests.support.tensor_requests import packed
 
 
 def test_the_json_ends_where_the_header_says() -> None:
@@ -31,12 +27,6 @@ def test_the_json_ends_where_the_header_says() -> None:
     assert (head, bytes(rest)) == (b"{}", b"")
     head, rest = tensors.split(b"{}", None)
     assert (head, bytes(rest)) == (b"{}", b"")
-
-
-@pytest.mark.parametrize("length", ["0", "3", "-1", "", "1" * 16, "\u00b2"])
-def test_lengths_outside_the_body(length: str) -> None:
-    with refused("malformed_body", 1, 2):
-        tensors.split(b"{}", length.encode("latin-1"))
 
 
 def test_texts_are_their_bytes() -> None:
@@ -49,72 +39,12 @@ def test_texts_are_their_bytes() -> None:
         tensors.read_texts(memoryview(data), "text", 2)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [packed(b"red")[:-1], packed(b"red") + b"\1\0\0", packed(b"red", b"x")[:-1], packed(b"\xff")],
-    ids=["in a text", "in a length", "in the last text", "not UTF-8"],
-)
-def test_cut_and_malformed_texts(data: bytes) -> None:
-    with refused("invalid_value", at="text"):
-        tensors.read_texts(memoryview(data), "text", 9)
-
-
 def test_numbers_are_little_endian() -> None:
     big = np.array([[1, 2]], ">f4")
     assert tensors.write_tensor(big) == struct.pack("<2f", 1, 2)
 
 
-def test_tensors_follow_from_the_types_of_a_task() -> None:
-    def names(task: str) -> tuple[list[str], list[str]]:
-        described = TaskTensors(TASKS[task])
-        shown = [f"{t.name} {t.datatype} {t.shape}" for t in described.outputs]
-        return [t.name for t in described.inputs], shown
-
-    assert names("embed") == (["text"], ["embedding FP32 [-1, -1]", "count INT64 [-1]"])
-    assert names("similarity") == (
-        ["source_sentence", "sentences"],
-        ["result BYTES [-1]", "count INT64 [-1]", "score FP32 [-1]"],
-    )
-    inputs, outputs = names("text-classification")
-    assert inputs == ["text", "text_pair"]
-    assert "label BYTES [-1]" in outputs
-    assert names("nsp")[0] == ["text", "next"]
-    assert "start INT64 [-1]" in names("token-classification")[1]
-
-
-def test_rows_of_tensors_are_the_objects_of_a_task() -> None:
-    to_inputs = TaskTensors(TASKS["qa"]).to_inputs
-    made = to_inputs({"question": ["a", "b"], "context": ["c", "d"]})
-    assert [(one.question, one.context) for one in made] == [("a", "c"), ("b", "d")]
-    assert TaskTensors(TASKS["embed"]).to_inputs({"text": ["a", "b"]}) == ["a", "b"]
-    classify = TaskTensors(TASKS["text-classification"]).to_inputs
-    assert classify({"text": ["a"]}) == ["a"]
-    assert classify({"text": ["a"], "text_pair": ["b"]})[0].text_pair == "b"
-    one = TaskTensors(TASKS["similarity"]).to_inputs(
-        {"source_sentence": ["a"], "sentences": ["b", "c"]}
-    )
-    assert (one.source_sentence, one.sentences) == ("a", ["b", "c"])
-
-
 COMPARED = "source_sentence sentences"
-
-
-@pytest.mark.parametrize(
-    ("task", "names", "columns", "code", "at"),
-    [
-        ("qa", "question", (["a"],), "invalid_value", "inputs"),
-        ("qa", "question context x", (["a"], ["b"], ["c"]), "invalid_value", "inputs"),
-        ("qa", "question context", (["a"], []), "empty_input", "context"),
-        ("qa", "question context", (["a"], ["b", "c"]), "invalid_value", None),
-        ("similarity", COMPARED, (["a", "b"], ["c"]), "invalid_value", "source_sentence"),
-        ("similarity", COMPARED, (["a"], []), "empty_input", "sentences"),
-    ],
-)
-def test_tensors_that_do_not_fit(
-    task: str, names: str, columns: tuple[list[str], ...], code: str, at: str | None
-) -> None:
-    with refused(code, at=at):
-        TaskTensors(TASKS[task]).to_inputs(dict(zip(names.split(), columns, strict=True)))
 
 
 def written(task: str, value: Any, asked: Sequence[str] = ()) -> dict[str, Any]:
@@ -124,36 +54,9 @@ def written(task: str, value: Any, asked: Sequence[str] = ()) -> dict[str, Any]:
     }
 
 
-def test_columns_of_results() -> None:
-    value = [[LabelScore("a", 0.5), LabelScore("b", 0.25)], [LabelScore("c", 1.0)]]
-    assert written("text-classification", value) == {
-        "result": [
-            '[{"label":"a","score":0.5},{"label":"b","score":0.25}]',
-            '[{"label":"c","score":1.0}]',
-        ],
-        "count": [2, 1],
-        "label": ["a", "b", "c"],
-        "score": [0.5, 0.25, 1],
-    }
-    assert written("text-classification", value, ["score"]) == {"score": [0.5, 0.25, 1]}
-    ranked = written("nsp", [[NspLabel("IsNext", 0.5)]])
-    assert ranked.keys() == {"result", "count", "label", "score"}, "no entry has an index"
-    assert written("similarity", [0.5, 0.25])["score"] == [0.5, 0.25]
-    assert written("similarity", [0.5, 0.25])["count"] == [1, 1]
-
-
 def test_a_column_that_some_entries_have() -> None:
     made = written("nsp", [[NspLabel("IsNext", 0.5)], [RankedCandidate(1, 0.25, "a")]])
     assert (made["index"], made["text"], made["label"]) == ([0, 1], ["", "a"], ["IsNext", ""])
-
-
-def test_vectors_and_their_counts() -> None:
-    assert written("embed", np.eye(2, dtype=np.float32)) == {
-        "embedding": [[1, 0], [0, 1]], "count": [1, 1],
-    }  # fmt: skip
-    several = [np.ones((2, 1), np.float32), np.zeros((1, 1), np.float32)]
-    assert written("embed-all", several) == {"embedding": [[1], [1], [0]], "count": [2, 1]}
-    assert written("embed-all", several, ["count"]) == {"count": [2, 1]}
 
 
 RAW = "application/octet-stream"

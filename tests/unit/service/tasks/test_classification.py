@@ -12,18 +12,7 @@ from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.service.errors import InvalidRequest
 from cloze.service.tasks.nsp import Candidates, Pair
 from cloze.service.tasks.task import TextUsage
-from cloze.service.tasks.text_classification import TextPair
-from tests.support.refusals import refused
-from tests.support.task_model import (
-    LABELS,
-    context,
-    decoded,
-    ids,
-    limited,
-    prepared,
-    tokens,
-    types,
-)
+from tests.support.task_model import LABELS, context, decoded, ids, prepared, tokens, types
 
 ELEVEN = "a b c d e f g h i j k"
 NLI = {"labels": ("contradiction", "entailment"), "problem_type": "single_label_classification"}
@@ -58,10 +47,6 @@ def test_fewer_labels_and_other_functions() -> None:
     assert [one.label for one in labels("sigmoid", 2)] == ["B-PER", "LOC"]
     assert labels("sigmoid", 1)[0].score == pytest.approx(1 / (1 + math.exp(-3)))
     assert labels("none", 1)[0].score == 3
-    labels("none", 50)
-    for top_k in (0, 51):
-        with refused("invalid_value", 1, 50, at="top_k"):
-            labels("none", top_k)
 
 
 @pytest.mark.parametrize(
@@ -81,35 +66,15 @@ def test_the_function_follows_from_the_problem_type(problem: str, score: float) 
     assert labels[0].score == pytest.approx(score)
 
 
-def test_pairs_are_one_sequence() -> None:
-    pair = TextPair(text="the door", text_pair="red")
-    request = prepared("text-classification", [pair, TextPair(text="a")])
-    assert tokens(request) == ["[CLS] the door [SEP] red [SEP]", "[CLS] a [SEP]"]
-    assert types(request) == [[0, 0, 0, 0, 1, 1], [0, 0, 0]]
-
-
 def test_windows_of_a_long_text_have_the_mean_of_their_scores() -> None:
-    request = prepared(
-        "text-classification", ["a", ELEVEN], long_text="window", return_usage=True,
-        function_to_apply="none",
-    )  # fmt: skip
-    assert tokens(request)[1:] == ["[CLS] a b c d e f g h i j [SEP]", "[CLS] i j k [SEP]"]
-    assert request.truncated == 0
-    assert request.usage == [TextUsage(3, 3), TextUsage(13, 13, [(0, 19), (16, 21)])]
+    parameters = {"long_text": "window", "function_to_apply": "none"}
+    request = prepared("text-classification", ["a", ELEVEN], **parameters)
     logits = label_outputs([1, 2, 3, 4], [4, 0, 0, 2], [0, 1, 0, 6])
     one, long = decoded("text-classification", request, logits)
     assert next((x.label, x.score) for x in one) == ("LOC", 4)
     assert [(x.label, x.score) for x in long] == [
         ("LOC", 4), ("O", 2), ("B-PER", 0.5), ("I-PER", 0),
     ]  # fmt: skip
-
-
-def test_a_long_pair_has_no_windows() -> None:
-    pair = TextPair(text="a b c d e", text_pair="f g h i")
-    assert len(prepared("text-classification", pair, long_text="window").encodings) == 1
-    pair = TextPair(text="a b c d e", text_pair="f g h i j")
-    with refused("text_too_long", 13, at="inputs"):
-        prepared("text-classification", pair, long_text="window")
 
 
 def pair_outputs(*rows: list[float]) -> list[dict[str, Any]]:
@@ -133,18 +98,6 @@ def test_candidates_are_ranked() -> None:
     ranked = decoded("nsp", request, pair_outputs([0, 1], [2, 1], [1, 1]))
     assert [(one.index, one.text) for one in ranked] == [(1, "b"), (2, "c"), (0, "a")]
     assert ranked[1].score == pytest.approx(0.5)
-
-
-def test_a_long_pair_is_cut_or_refused() -> None:
-    pair = Pair(text="a b c d e", next="f g h i j")
-    request = prepared("nsp", pair, return_usage=True)
-    assert tokens(request) == ["[CLS] a b c d [SEP] f g h i j [SEP]"]
-    assert (request.truncated, request.usage) == (1, [TextUsage(13, 12)])
-    with refused("text_too_long", 13, at="inputs"):
-        prepared("nsp", pair, long_text="error")
-    prepared("nsp", Pair(text="a b c d e", next="f g h i"), long_text="error")
-    with refused("text_too_long", 13, at="inputs.candidates[0]"):
-        prepared("nsp", Candidates(text=pair.text, candidates=[pair.next]), long_text="error")
 
 
 def log_probabilities(*values: float) -> list[dict[str, Any]]:
@@ -176,33 +129,6 @@ def test_each_token_is_scored_behind_a_mask() -> None:
     assert [(t.token, t.start, t.end, t.log_probability) for t in score.tokens] == [
         ("the", 0, 3, -1), ("red", 4, 7, -2), ("##s", 7, 8, -4),
     ]  # fmt: skip
-
-
-def test_long_texts_are_scored_as_asked() -> None:
-    with refused("text_too_long", 13, 12, at="inputs"):
-        prepared("score", ELEVEN)
-    prepared("score", ELEVEN[:-2])
-    cut = prepared("score", ELEVEN, long_text="truncate", return_usage=True)
-    assert (len(cut.encodings), cut.truncated, cut.usage) == (10, 1, [TextUsage(13, 12)])
-    around = prepared("score", ELEVEN + " l", long_text="window", return_usage=True)
-    assert (len(around.encodings), around.truncated, around.usage) == (12, 0, [TextUsage(14, 14)])
-    assert tokens(around)[0] == "[CLS] [MASK] b c d e f g h i j [SEP]"
-    assert tokens(around)[6] == "[CLS] b c d e f [MASK] h i j k [SEP]"
-    assert tokens(around)[11] == "[CLS] c d e f g h i j k [MASK] [SEP]"
-
-
-def test_scores_are_limited() -> None:
-    # 2 texts of 4 tokens: 4 copies of 6 tokens each.
-    texts = ["a b c d", "e f g h"]
-    prepared("score", texts, limited(max_request_tokens=48, max_results=8))
-    with refused("limit_exceeded", 48, at="inputs[1]"):
-        prepared("score", texts, limited(max_request_tokens=47))
-    with refused("limit_exceeded", 8, 7):
-        prepared("score", texts, limited(max_results=7))
-    with refused("invalid_value", at="inputs"):
-        prepared("score", "the [MASK]")
-    with refused("invalid_value", at="inputs"):
-        prepared("score", " ")
 
 
 def token_outputs(*windows: list[list[float]]) -> list[dict[str, Any]]:
@@ -295,25 +221,6 @@ def test_windows_give_one_entity_where_they_overlap() -> None:
     assert [(e.word, round(e.score, 2)) for e in entities] == [("g", 0.97), ("k", 0.7)]
 
 
-@pytest.mark.parametrize(
-    ("parameters", "code", "at"),
-    [
-        ({"stride": -1}, "invalid_value", "stride"),
-        ({"stride": 10}, "invalid_value", "stride"),
-        ({"stride": 1, "long_text": "truncate"}, "invalid_value", None),
-        ({"stride": 1, "aggregation_strategy": "none"}, "invalid_value", None),
-        ({"long_text": "window", "aggregation_strategy": "none"}, "invalid_value", None),
-    ],
-)
-def test_contradicting_parameters(parameters: dict, code: str, at: str | None) -> None:
-    with refused(code, at=at):
-        prepared("token-classification", "a", **parameters)
-    request = prepared("token-classification", ELEVEN, long_text="window")
-    assert tokens(request)[1] == "[CLS] i j k [SEP]"  # a quarter of ten tokens is shared
-    prepared("token-classification", "a", stride=0)
-    prepared("token-classification", "a", stride=9, long_text="window")
-
-
 TWO_SETS = {
     **TAGS,
     "sequence_classification": {
@@ -337,6 +244,16 @@ def test_the_entailment_of_a_further_label_set_decides() -> None:
     [labels] = decoded(ZERO_SHOT, request, outputs, with_sets)
     assert [one.label for one in labels] == ["y", "x"]
     assert [one.score for one in labels] == pytest.approx(softmax([3, 1]), rel=1e-5)
+
+
+def test_a_label_alone_is_judged_against_its_contradiction() -> None:
+    """The first label entails, so the last one contradicts, as in transformers."""
+    labels = {"labels": ("ENTAILMENT", "neutral", "contradiction")}
+    model = context(heads=TAGS | {"sequence_classification": NLI | labels})
+    named = {"candidate_labels": ["red"], "hypothesis_template": "the {}"}
+    request = prepared(ZERO_SHOT, "a", model, **named)
+    [[best]] = decoded(ZERO_SHOT, request, label_outputs([1, 50, 0]), model)
+    assert best.score == pytest.approx(1 / (1 + math.exp(-1)))
 
 
 def test_thousands_of_label_sets_cost_little() -> None:

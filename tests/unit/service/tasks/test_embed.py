@@ -13,7 +13,6 @@ from cloze.service.tasks.task import TextUsage
 from tests.support.refusals import refused
 from tests.support.task_model import (
     CLS,
-    CONTEXT,
     ID,
     SEP,
     VOCABULARY,
@@ -21,7 +20,6 @@ from tests.support.task_model import (
     decoded,
     ids,
     limited,
-    manifest,
     prepared,
     tokens,
 )
@@ -32,12 +30,6 @@ NINE = "a b c d e f g h i"
 
 def vectors(*rows: list[float]) -> list[dict[str, Any]]:
     return [{"embedding": ArrayResult(np.array(row, np.float32))} for row in rows]
-
-
-def without(*tasks: str, **changes: Any) -> Any:
-    """Return the context of a model without some tasks."""
-    kept = [task for task in manifest().tasks if task not in tasks]
-    return context(tasks=kept, **changes)
 
 
 def recipe(**changes: Any) -> dict[str, Any]:
@@ -77,26 +69,6 @@ def test_leading_dimensions_are_kept_and_then_scaled() -> None:
     np.testing.assert_allclose(result, [[0.6, 0.8]], rtol=1e-6)
     whole = prepared("embed", "the", dimensions=4, normalize=False)
     assert decoded("embed", whole, vectors([3, 4, 9, 9])).tolist() == [[3, 4, 9, 9]]
-    for dimensions in (0, 5):
-        with refused("invalid_value", 1, 4, at="dimensions"):
-            prepared("embed", "the", dimensions=dimensions)
-
-
-def test_prompts_are_put_before_a_text() -> None:
-    request = prepared("embed", "the", prompt_name="query", return_usage=True)
-    assert tokens(request) == ["[CLS] ask : the [SEP]"]
-    assert request.usage == [TextUsage(5, 5)]
-    with refused("invalid_value", at="prompt_name"):
-        prepared("embed", "the", prompt_name="no")
-    with refused("invalid_value"):
-        prepared("embed", "the", prompt_name="query", input_type="document")
-    prompts = {"q": "ask ", "d": "say "}
-    model = context(embedding=recipe(prompts=prompts, default_prompt="q"))
-    for inputs in ("the", ids("the")):
-        assert tokens(prepared("embed", inputs, model)) == ["[CLS] ask the [SEP]"]
-    assert tokens(prepared("embed", "the", model, prompt_name="d")) == ["[CLS] say the [SEP]"]
-    with refused("invalid_value", at="prompt_name"):
-        prepared("embed", "the", context(embedding=recipe()), prompt_name="q")
 
 
 def test_ids_are_a_text_with_or_without_its_special_tokens() -> None:
@@ -109,46 +81,21 @@ def test_ids_are_a_text_with_or_without_its_special_tokens() -> None:
         assert prepared("embed", [half]).encodings[0].input_ids.tolist() == [CLS, *half, SEP]
     last = len(VOCABULARY) - 1
     assert prepared("embed", [[0, last]]).encodings[0].input_ids.tolist() == [CLS, 0, last, SEP]
-    for wrong in ([-1, 5], [5, last + 1]):
-        with refused("invalid_value", wrong[0], wrong[1], at="inputs"):
-            prepared("embed", wrong)
 
 
 def test_a_prompt_is_put_before_ids_as_before_a_text() -> None:
     """Else the name of their space would name a prompt that no vector has."""
-    for parameters in ({"prompt_name": "query"}, {"input_type": "query"}):
-        request = prepared("embed", ["a b", ids("a b"), [CLS, *ids("a b"), SEP]], **parameters)
-        assert tokens(request) == ["[CLS] ask : a b [SEP]"] * 3
+    request = prepared("embed", [[CLS, *ids("a b"), SEP]], prompt_name="query")
+    assert tokens(request) == ["[CLS] ask : a b [SEP]"]
     assert prepared("embed", [ids("a b")]).vectors != request.vectors
 
 
 def test_windows_have_the_mean_vector_by_their_tokens() -> None:
-    request = prepared(
-        "embed", ["a", f"{NINE} j k l"], long_text="window", return_usage=True, normalize=False
-    )
-    assert tokens(request) == [
-        "[CLS] a [SEP]",
-        "[CLS] a b c d e f g h [SEP]",
-        "[CLS] g h i j k l [SEP]",
-    ]
-    assert request.usage == [TextUsage(3, 3), TextUsage(14, 14, [(0, 15), (12, 23)])]
+    request = prepared("embed", ["a", f"{NINE} j k l"], long_text="window", normalize=False)
     result = decoded("embed", request, vectors([1, 2, 3, 4], [9, 0, 0, 0], [0, 9, 0, 0]))
     np.testing.assert_allclose(result[1], [5, 4, 0, 0], rtol=1e-6)
     assert result.dtype == np.float32
     assert result[0].tolist() == [1, 2, 3, 4], "exactly that of the only window"
-
-
-def test_windows_begin_with_the_prompt() -> None:
-    request = prepared("embed", NINE, long_text="window", prompt_name="query", return_usage=True)
-    assert tokens(request) == ["[CLS] ask : a b c d e f [SEP]", "[CLS] ask : f g h i [SEP]"]
-    assert request.usage == [TextUsage(13, 13, [(0, 11), (10, 17)])]
-    with refused("text_too_long", 12, 10, at="inputs"):
-        prepared("embed", "a", long_text="window", prompt_name="long")
-    by_ids = prepared(
-        "embed", ids(NINE), long_text="window", prompt_name="query", return_usage=True
-    )
-    assert by_ids.usage == [TextUsage(13, 13)], "ids have no characters"
-    assert tokens(by_ids) == tokens(request)
 
 
 def layers_of(**parameters: Any) -> Any:
@@ -182,22 +129,6 @@ def test_vectors_of_several_layers_are_joined() -> None:
     request = prepared("embed", "the", layers="concat-last-four", normalize=False)
     outputs = [{"layer_embedding": ArrayResult(np.arange(16, dtype=np.float32).reshape(4, 4))}]
     assert decoded("embed", request, outputs).tolist() == [list(range(16))]
-    prepared("embed", "the", layers="concat-last-four", dimensions=16)
-    with refused("invalid_value", 1, 16, at="dimensions"):
-        prepared("embed", "the", layers="concat-last-four", dimensions=17)
-
-
-def test_layers_that_a_model_does_not_have() -> None:
-    architecture = manifest().architecture.model_dump() | {"layers": 3}
-    for layers in ("sum-last-four", "concat-last-four"):
-        with refused("invalid_value", 4, 3, at="layers"):
-            prepared("embed", "the", context(architecture=architecture), layers=layers)
-    prepared("embed", "the", context(architecture=architecture), layers="sum-all")
-    with refused("task_not_supported"):
-        prepared("embed", "the", without("embed-layers"), pooling="cls")
-    for projected in (None, True):
-        with refused("task_not_supported"):
-            prepared("embed", "the", context(embedding=recipe(projected=projected)), pooling="cls")
 
 
 def test_spans_are_the_means_of_their_tokens() -> None:
@@ -218,38 +149,6 @@ def test_spans_end_where_the_next_begins() -> None:
     rows = np.array([[90], [1], [2], [4], [91]], np.float32)
     result = decoded("embed", request, [{"token_embedding": ArrayResult(rows)}])
     assert result.ravel().tolist() == [2, 4]
-    with refused("invalid_value", 5, at="spans[0]"):
-        prepared("embed", "the reds", spans=[(3, 4)])
-
-
-def test_spans_are_parts_of_the_text() -> None:
-    prepared("embed", "the reds", spans=[(0, 8), (7, 8)])
-    for span in ((0, 9), (3, 3), (4, 3), (-1, 3)):
-        with refused("invalid_value", *span, at="spans[0]"):
-            prepared("embed", "the reds", spans=[span])
-
-
-def test_what_spans_need() -> None:
-    spans = [(0, 3)]
-    for parameters in ({"pooling": "mean"}, {"layers": "last"}, {"long_text": "window"}):
-        with refused("invalid_value"):
-            prepared("embed", "the", spans=spans, **parameters)
-    for model in (
-        without("embed-all"),
-        *(context(embedding=recipe(projected=projected)) for projected in (None, True)),
-        context(embedding=recipe(pooling="cls")),
-    ):
-        with refused("task_not_supported"):
-            prepared("embed", "the", model, spans=spans)
-    prepared("embed", ["the"], spans=spans)
-    for several in (["the", "a"], ids("the")):
-        with refused("invalid_value"):
-            prepared("embed", several, spans=spans)
-    with refused("empty_input", at="spans"):
-        prepared("embed", "the", spans=[])
-    prepared("embed", "the", spans=spans * 4)
-    with refused("limit_exceeded", 5, 4, at="spans"):
-        prepared("embed", "the", spans=spans * 5)
 
 
 def test_vectors_of_tokens_with_their_places() -> None:
@@ -266,18 +165,11 @@ def test_vectors_of_tokens_with_their_places() -> None:
     for side, first in (("right", 0), ("left", 2)):
         cut = prepared("embed-all", NINE, return_offsets=True, truncation_direction=side)
         assert cut.state.offsets[0][1:-1] == [(n, n + 1) for n in range(first, first + 16, 2)]
-    with refused("invalid_value", at="inputs"):
-        prepared("embed-all", ids("the"), return_offsets=True)
     assert prepared("embed-all", ids("the")).state.offsets is None
 
 
-def test_vectors_of_tokens_are_limited() -> None:
-    prepared("embed-all", ["a b c", "d"], limited(max_results=8))
-    with refused("limit_exceeded", 8, 7):
-        prepared("embed-all", ["a b c", "d"], limited(max_results=7))
-
-
 def test_words_of_a_text_with_their_weights() -> None:
+    assert prepared("embed-sparse", "a").encodings[0].requests["sparse_embedding"].top_k == 50
     result = SparseEmbeddingResult(np.array([2.5, 0.5], np.float32), np.array(ids("door red")))
     for named in (True, False):
         request = prepared("embed-sparse", ["the door"], top_k=2, return_tokens=named)
@@ -288,18 +180,6 @@ def test_words_of_a_text_with_their_weights() -> None:
         assert [getattr(w, "token", None) for w in words] == (
             ["door", "red"] if named else [None, None]
         )
-
-
-def test_words_are_limited() -> None:
-    assert prepared("embed-sparse", "a").encodings[0].requests["sparse_embedding"].top_k == 50
-    prepared("embed-sparse", ["a", "b"], top_k=30)
-    with refused("limit_exceeded", 62, 60):
-        prepared("embed-sparse", ["a", "b"], top_k=31)
-    whole = limited(max_top_k=10**6, max_results=10**6)
-    prepared("embed-sparse", "a", whole, top_k=len(VOCABULARY))
-    for top_k, model, most in ((0, CONTEXT, 50), (51, CONTEXT, 50), (len(ID) + 1, whole, len(ID))):
-        with refused("invalid_value", 1, most, at="top_k"):
-            prepared("embed-sparse", "a", model, top_k=top_k)
 
 
 def test_words_of_texts_without_top_k_are_limited_by_their_number() -> None:
@@ -358,11 +238,3 @@ def test_details_are_the_ten_best_pairs_at_most() -> None:
         output["token_embedding"] = ArrayResult(np.ones((count, 2), np.float32))
     [result] = decoded("similarity", request, outputs, model)
     assert len(result.pairs) == 10
-
-
-def test_what_details_need() -> None:
-    with refused("task_not_supported"):
-        prepared("similarity", compared("a"), without("embed-all"), details=True)
-    prepared("similarity", compared("a"), limited(max_results=7), details=True)
-    with refused("limit_exceeded", 7, 6):
-        prepared("similarity", compared("a"), limited(max_results=6), details=True)

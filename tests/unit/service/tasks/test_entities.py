@@ -12,8 +12,7 @@ from cloze.model_store import Bundle
 from cloze.model_store.heads import ArrayResult
 from cloze.service.tasks.task import TaskContext
 from cloze.service.text.tokenizer import Tokenizer
-from tests.support.refusals import refused
-from tests.support.task_model import CONTEXT, LIMITS, decoded, limited, manifest, prepared
+from tests.support.task_model import CONTEXT, LIMITS, decoded, manifest, prepared
 
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PIECES += ["\u2581the", "\u2581red", "s", "\u2581door", "-", "a", "\u2581a"]
@@ -77,16 +76,6 @@ def test_each_text_has_the_entities_of_its_windows() -> None:
     first, second = decoded("token-classification", request, outputs)
     assert [(e.entity_group, e.word) for e in first] == [("LOC", "j"), ("PER", "l")]
     assert [(e.entity_group, e.word) for e in second] == [("PER", "a")]
-
-
-def test_texts_are_checked_and_named() -> None:
-    with refused("invalid_value", at="inputs[1]"):
-        prepared("token-classification", ["a", " "])
-    long = "a b c d e f g h i j k"
-    assert prepared("token-classification", [long, "a", long]).truncated == 2
-    tight = limited(max_request_tokens=47)
-    with refused("limit_exceeded", 48, at="inputs[1]"):
-        prepared("token-classification", [long, long], tight, long_text="window")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Late interaction: markers, filling, skipped tokens, roles, and MaxSim by hand."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,7 @@ from cloze.model_store.heads import ArrayResult, HeadRequest
 from cloze.model_store.heads.multi_vector import LateInteraction
 from cloze.service.tasks import late_interaction, rerank
 from cloze.service.tasks.task import PreparedRequest, TaskContext
-from tests.support.refusals import refused
-from tests.support.task_model import ID, MASK, context, decoded, ids, prepared, tokens
+from tests.support.task_model import ID, MASK, context, decoded, prepared, tokens
 
 OPTIONS: dict[str, Any] = {
     "dimensions": 2,
@@ -94,18 +92,6 @@ def test_places_are_those_of_the_vectors() -> None:
     assert cut.state.offsets == [[None, None, *((n, n + 1) for n in range(4, 14, 2)), None]]
 
 
-def test_token_ids_and_roles() -> None:
-    request = prepared("embed-all", ids("[CLS] the door [SEP]"), MODEL)
-    assert tokens(request) == ["[CLS] ! the door [SEP]"]
-    for word in ("query", "search_query"):
-        asked = prepared("embed-all", "the", MODEL, input_type=word)
-        assert tokens(asked) == ["[CLS] ? the [SEP] [MASK] [MASK] [MASK]"]
-    with refused("invalid_value", at="prompt_name"):
-        prepared("embed-all", "the", MODEL, prompt_name="passage")
-    with refused("text_too_long", 10, 8, at="inputs"):
-        prepared("embed-all", "a b c d e f g", MODEL, truncate=False)
-
-
 def test_rerank_takes_the_best_product_of_each_query_vector() -> None:
     inputs = rerank.RerankInputs(query="the", texts=["door .", "year"])
     request = rerank.prepare(inputs, rerank.RerankParameters(), MODEL)
@@ -132,16 +118,6 @@ def test_scores_are_averaged_if_the_model_says_so() -> None:
     assert late_interaction.scores(query, documents, options) == [2, 0, 0]
     averaged = options.model_copy(update={"averages": True})
     assert late_interaction.scores(query, documents, averaged) == [1, 0, 0]
-
-
-def test_vectors_of_a_ranking_are_limited() -> None:
-    inputs = rerank.RerankInputs(query="the", texts=["a b c"] * 3)
-    parameters = rerank.RerankParameters()
-    enough = replace(MODEL, limits=replace(MODEL.limits, max_results=25))
-    rerank.prepare(inputs, parameters, enough)
-    few = replace(MODEL, limits=replace(MODEL.limits, max_results=24))
-    with refused("limit_exceeded", 25, 24):
-        rerank.prepare(inputs, parameters, few)
 
 
 def test_lexical_weights_are_the_largest_of_each_token() -> None:

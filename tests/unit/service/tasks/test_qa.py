@@ -9,75 +9,17 @@ from cloze.model_store.heads import ArrayResult
 from cloze.model_store.heads.span import SpanOptions
 from cloze.service.tasks import TASKS
 from cloze.service.tasks.qa import QaPair
-from cloze.service.tasks.task import TextUsage
-from tests.support.refusals import refused
-from tests.support.task_model import (
-    context,
-    decoded,
-    limited,
-    manifest,
-    prepared,
-    tokens,
-    types,
-)
-
-# The model reads 12 tokens: [CLS], the question, [SEP], 7 tokens of a context, [SEP].
-ASKED = "who is"
-SEVEN = "a b c d e f g"
+from tests.support.task_model import context, decoded, limited, manifest, prepared
 
 
-def pair(passage: str, question: str = ASKED) -> QaPair:
-    return QaPair(question=question, context=passage)
-
-
-def test_a_short_context_is_one_window() -> None:
-    request = prepared("qa", pair(SEVEN), return_usage=True)
-    assert tokens(request) == [f"[CLS] who is [SEP] {SEVEN} [SEP]"]
-    assert types(request) == [[0] * 4 + [1] * 8]
-    assert request.usage == [TextUsage(12, 12)]
-    assert request.truncated == 0
-    assert list(request.encodings[0].requests) == ["span"]
+def pair(passage: str) -> QaPair:
+    return QaPair(question="who is", context=passage)
 
 
 def test_an_answer_may_repeat_its_context() -> None:
     wide = limited(max_text_characters=10_000)
     short, long = (prepared("qa", pair(f"a{' ' * spaces}"), wide) for spaces in (10, 5000))
     assert long.answer_rows == short.answer_rows + 5
-
-
-def test_a_long_context_is_divided() -> None:
-    # The stride is half the sequence, 6 tokens.
-    request = prepared("qa", [pair(f"{SEVEN} h i")], return_usage=True)
-    assert tokens(request) == [
-        "[CLS] who is [SEP] a b c d e f g [SEP]",
-        "[CLS] who is [SEP] b c d e f g h [SEP]",
-        "[CLS] who is [SEP] c d e f g h i [SEP]",
-    ]
-    assert request.usage == [TextUsage(14, 14, [(0, 13), (2, 15), (4, 17)])]
-    request = prepared("qa", pair(f"{SEVEN} h i"), doc_stride=1)
-    assert tokens(request)[1:] == ["[CLS] who is [SEP] g h i [SEP]"]
-    request = prepared("qa", pair(SEVEN), max_seq_len=8, doc_stride=0)
-    assert tokens(request) == [
-        "[CLS] who is [SEP] a b c [SEP]",
-        "[CLS] who is [SEP] d e f [SEP]",
-        "[CLS] who is [SEP] g [SEP]",
-    ]
-    # A stride of half the sequence would leave nothing new: half the window instead.
-    request = prepared("qa", pair(f"{SEVEN} h", "who is a b c"))
-    assert tokens(request)[:2] == [
-        "[CLS] who is a b c [SEP] a b c d [SEP]",
-        "[CLS] who is a b c [SEP] c d e f [SEP]",
-    ]
-
-
-def test_windows_keep_room_for_a_second_separator() -> None:
-    described = manifest().tokenizer.model_dump() | {"pair_separators": 2, "second_type": 0}
-    request = prepared("qa", [pair(f"{SEVEN} h")], context(tokenizer=described), doc_stride=2)
-    assert tokens(request) == [
-        "[CLS] who is [SEP] [SEP] a b c d e f [SEP]",
-        "[CLS] who is [SEP] [SEP] e f g h [SEP]",
-    ]
-    assert not any(map(sum, types(request)))
 
 
 def test_each_question_gets_the_answer_of_its_windows() -> None:
@@ -107,44 +49,6 @@ def test_the_threshold_of_the_manifest_decides(
     assert decoded("qa", request, outputs, with_threshold)[0].answer == answer
 
 
-def test_a_long_question_is_cut() -> None:
-    request = prepared(
-        "qa", pair("a", "who is the old king"), max_question_len=2, return_usage=True
-    )
-    assert tokens(request) == ["[CLS] who is [SEP] a [SEP]"]
-    assert (request.truncated, request.usage) == (1, [TextUsage(9, 6)])
-    with refused("text_too_long", 5, 2, at="inputs.question"):
-        prepared("qa", pair("a", "who is the old king"), max_question_len=2, long_text="error")
-    prepared("qa", pair("a"), max_question_len=2, long_text="error")
-
-
-def test_a_long_context_is_cut_or_refused_if_asked() -> None:
-    request = prepared("qa", pair(f"{SEVEN} h"), long_text="truncate", return_usage=True)
-    assert tokens(request) == [f"[CLS] who is [SEP] {SEVEN} [SEP]"]
-    assert (request.truncated, request.usage) == (1, [TextUsage(13, 12)])
-    with refused("text_too_long", 13, 12, at="inputs"):
-        prepared("qa", pair(f"{SEVEN} h"), long_text="error")
-    prepared("qa", pair(SEVEN), long_text="error")
-
-
-@pytest.mark.parametrize(
-    ("name", "low", "high"),
-    [
-        ("top_k", 1, 50),
-        ("max_answer_len", 1, 12),
-        ("max_question_len", 1, 12),
-        ("max_seq_len", 8, 12),
-        ("doc_stride", 0, 6),
-    ],
-)
-def test_parameters_have_limits(name: str, low: int, high: int) -> None:
-    for value in (low, high):
-        prepared("qa", pair("a"), **{name: value})
-    for value in (low - 1, high + 1):
-        with refused("invalid_value", low, high, value, at=name):
-            prepared("qa", pair("a"), **{name: value})
-
-
 def test_defaults_are_those_of_the_pipeline_within_the_model() -> None:
     _, options = prepared("qa", pair("a")).state
     assert (options.max_answer_len, options.max_seq_len, options.max_question_len) == (12, 12, 12)
@@ -155,26 +59,6 @@ def test_defaults_are_those_of_the_pipeline_within_the_model() -> None:
     assert (options.max_answer_len, options.max_seq_len, options.max_question_len) == (15, 384, 64)
     assert (options.top_k, options.doc_stride, options.align_to_words) == (1, None, True)
     assert (options.handle_impossible_answer, options.details) == (False, False)
-
-
-def test_a_request_is_limited() -> None:
-    prepared("qa", [pair("a")] * 4, top_k=15)
-    with refused("limit_exceeded", 64, 60):
-        prepared("qa", [pair("a")] * 4, top_k=16)
-    for passage, tokens_of_two in ((SEVEN, 24), (f"{SEVEN} h", 48)):  # one window, or two, of 12
-        prepared("qa", [pair(passage)] * 2, limited(max_request_tokens=tokens_of_two))
-        with refused("limit_exceeded", tokens_of_two, at="inputs[1]"):
-            prepared("qa", [pair(passage)] * 2, limited(max_request_tokens=tokens_of_two - 1))
-
-
-def test_texts_without_tokens_are_refused() -> None:
-    with refused("invalid_value", at="inputs.context"):
-        prepared("qa", pair(" "))
-    with refused("invalid_value", at="inputs[0].question"):
-        prepared("qa", [pair("a", " ")])
-    with refused("text_too_long", 12, at="inputs.question"):
-        prepared("qa", pair("a", "a b c d e f g h i"))
-    prepared("qa", pair("a", "a b c d e f g h"))
 
 
 def test_a_task_is_served_by_models_with_its_heads() -> None:

@@ -12,7 +12,6 @@ from cloze.model_store.heads import ArrayResult
 from cloze.service.tasks import patterns
 from cloze.service.tasks.patterns import Pattern, find
 from cloze.service.tasks.redact import Redaction
-from tests.support.refusals import refused
 from tests.support.task_model import LABELS, context, decoded, prepared
 
 OUTSIDE, PER, I_PER, LOC = range(len(LABELS))
@@ -90,21 +89,6 @@ def test_a_word_is_replaced_whole_by_its_first_token() -> None:
     even = tagged(1)
     even["token_classification"].array[:] = [-200, 0, 0, -200]
     assert redacted("a", even, min_score=0.5).text == "<PER_1>", "of the least score"
-
-
-@pytest.mark.parametrize(
-    ("parameters", "code", "at"),
-    [
-        ({"labels": ["PER", "O"]}, "invalid_value", "labels[1]"),
-        ({"labels": ["PER"] * 5}, "limit_exceeded", "labels"),
-        ({"region": "de"}, "invalid_value", "region"),
-        ({"min_score": -0.1}, "invalid_value", "min_score"),
-        ({"label_set": "other"}, "invalid_value", "label_set"),
-    ],
-)
-def test_what_is_refused(parameters: dict[str, Any], code: str, at: str) -> None:
-    with refused(code, at=at):
-        prepared("redact", "a", **parameters)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import pytest
 from cloze.model_store.heads import ArrayResult
 from cloze.service.tasks import rerank
 from cloze.service.tasks.task import PreparedRequest, TaskContext
-from tests.support.refusals import refused
 from tests.support.task_model import CONTEXT, LABELS, context, tokens, types
 
 
@@ -85,21 +84,6 @@ def test_saturated_scores_keep_the_order_of_their_logits() -> None:
     assert [r.index for r in equal.ranks] == [0, 2, 3, 1]
 
 
-def test_long_texts_are_cut_as_asked() -> None:
-    long = "a b c d e f g h i j"  # 15 tokens with the query and the special tokens
-    request = asked([long])
-    assert tokens(request) == ["[CLS] the door [SEP] a b c d e f g [SEP]"]
-    assert request.truncated == 1
-    assert tokens(asked([long], truncation_direction="left")) == [
-        "[CLS] the door [SEP] d e f g h i j [SEP]"
-    ]
-    for parameters in ({"truncate": False}, {"long_text": "error"}):
-        with refused("text_too_long", 15, 12, at="texts[0]"):
-            asked([long], **parameters)
-        with refused("text_too_long", 12, 10, at="texts[0]"):
-            asked([long], CONTEXT, **parameters)
-
-
 def test_a_long_text_is_sequences_of_its_own_beside_the_query() -> None:
     """The queue takes these by turns, so that a text has no more of a batch than others have."""
     request = asked(["a b c d e f g h i j", "k"], long_text="window", return_usage=True)
@@ -112,23 +96,3 @@ def test_a_long_text_is_sequences_of_its_own_beside_the_query() -> None:
     assert [text.windows for text in request.usage] == [[(0, 13), (12, 19)], None]
     ranks = rerank.decode(request.state, logits(1, 3, 2), CLASSIFIER).ranks
     assert [(r.index, r.window) for r in ranks] == [(0, (12, 19)), (1, None)]
-
-
-def test_the_usage_is_that_of_the_texts_without_the_query() -> None:
-    request = asked(["a b", "c"], CONTEXT, query="the door of", return_usage=True)
-    assert request.usage is not None
-    assert [text.tokens for text in request.usage] == [4, 3]
-
-
-def test_texts_are_limited_and_named() -> None:
-    asked(["a"] * 4)
-    with refused("limit_exceeded", 5, 4, at="texts"):
-        asked(["a"] * 5)
-    with refused("empty_input", at="texts"):
-        asked([])
-    with refused("empty_input", at="texts[1]"):
-        asked(["a", ""])
-    with refused("empty_input", at="query"):
-        asked(["a"], query="")
-    with refused("text_too_long", 201, 200, at="query"):
-        asked(["a"], query="a" * 201)

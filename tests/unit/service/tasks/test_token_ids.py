@@ -8,9 +8,8 @@ import pytest
 from cloze.service.errors import InvalidRequest
 from cloze.service.tasks import token_ids
 from cloze.service.tasks.task import PreparedRequest, TaskContext
-from cloze.service.tasks.token_ids import DECODE, TOKENIZE, Token
-from tests.support.refusals import refused
-from tests.support.task_model import CLS, CONTEXT, ID, SEP, UNK, VOCABULARY, ids, limited
+from cloze.service.tasks.token_ids import TOKENIZE, Token
+from tests.support.task_model import CONTEXT, limited
 
 
 def tokenized(inputs: Any, model: TaskContext = CONTEXT, **parameters: Any) -> PreparedRequest[Any]:
@@ -24,27 +23,6 @@ def all_tokens(inputs: Any, model: TaskContext = CONTEXT, **parameters: Any) -> 
     return tokens
 
 
-def test_tokens_have_their_places_between_special_tokens() -> None:
-    assert all_tokens("the reds") == [
-        [
-            Token(CLS, "[CLS]", True, None, None),
-            Token(ID["the"], "the", False, 0, 3),
-            Token(ID["red"], "red", False, 4, 7),
-            Token(ID["##s"], "s", False, 7, 8),
-            Token(SEP, "[SEP]", True, None, None),
-        ]
-    ]
-
-
-def test_special_tokens_may_be_left_out() -> None:
-    assert all_tokens(["a", "b", " "], add_special_tokens=False) == [
-        [Token(ID["a"], "a", False, 0, 1)],
-        [Token(ID["b"], "b", False, 0, 1)],
-        [],
-    ]
-    assert [t.text for t in all_tokens(" ")[0]] == ["[CLS]", "[SEP]"]
-
-
 def test_places_are_in_bytes_of_the_text() -> None:
     # Characters of two, two, three and four bytes: the limits of each length, and one below.
     text = "a\u00e9\u07ff\u0800\U00010000 \u007f\u0080\uffff a"
@@ -55,18 +33,6 @@ def test_places_are_in_bytes_of_the_text() -> None:
         assert token_ids.byte_ends(text)[index + 1] == len(prefix.encode()), character
 
 
-def test_an_unknown_token_has_the_text_that_stands_there() -> None:
-    [[token]] = all_tokens("\N{SNOWMAN}", add_special_tokens=False)
-    assert token == Token(UNK, "\N{SNOWMAN}", False, 0, 3)
-
-
-def test_a_prompt_is_part_of_the_text() -> None:
-    [tokens] = all_tokens("the", prompt_name="query", add_special_tokens=False)
-    assert [(t.text, t.start) for t in tokens] == [("ask", 0), (":", 4), ("the", 6)]
-    with refused("invalid_value", at="prompt_name"):
-        tokenized("the", prompt_name="no")
-
-
 def test_a_long_text_has_its_tokens_in_order() -> None:
     model = limited(max_text_characters=10_000, max_results=5000)
     [tokens] = all_tokens("a b " * 1025, model)
@@ -74,64 +40,8 @@ def test_a_long_text_has_its_tokens_in_order() -> None:
     assert [t.start for t in tokens[1:-1]] == list(range(0, 4100, 2))
 
 
-def test_tokens_are_limited_per_request() -> None:
-    tokenized(["a b c", "d"], limited(max_results=8))
-    with refused("limit_exceeded", 8, 7, at="inputs[1]"):
-        tokenized(["a b c", "d"], limited(max_results=7))
-    with refused("limit_exceeded", 5, 4, at="inputs"):
-        tokenized("a b c", limited(max_results=4))
-    tokenized(["a b c", "d"], limited(max_results=4), add_special_tokens=False)
-
-
 def test_a_text_that_exceeds_the_limit_is_not_tokenized_to_its_end() -> None:
     model = limited(max_text_characters=200_000, max_results=100)
     with pytest.raises(InvalidRequest) as error:
         tokenized("a b " * 40_000, model)
     assert int(re.findall(r"\d+", str(error.value))[0]) < 60_000  # of 80,000
-
-
-def test_texts_to_tokenize_are_checked() -> None:
-    tokenized(["a"] * 4)
-    with refused("limit_exceeded", 5, 4, at="inputs"):
-        tokenized(["a"] * 5)
-    with refused("empty_input", at="inputs[1]"):
-        tokenized(["a", ""])
-
-
-def prepared_ids(
-    inputs: Any, model: TaskContext = CONTEXT, **parameters: Any
-) -> PreparedRequest[Any]:
-    made = token_ids.DecodeParameters(**parameters)
-    return DECODE.prepare(inputs, made, model)
-
-
-def texts_of(inputs: Any, **parameters: Any) -> list[str]:
-    return DECODE.decode(prepared_ids(inputs, **parameters).state, [], CONTEXT)
-
-
-def test_ids_are_joined_to_texts() -> None:
-    assert texts_of(ids("the red ##s")) == ["the reds"]
-    wrapped = [CLS, ID["the"], SEP]
-    assert texts_of([wrapped, ids("red door")]) == ["the", "red door"]
-    assert texts_of(wrapped, skip_special_tokens=False) == ["[CLS] the [SEP]"]
-
-
-def test_ids_outside_the_vocabulary_have_no_text() -> None:
-    assert texts_of([0, len(VOCABULARY), 2**32 - 1, ID["the"]]) == ["[PAD] the"]
-    for wrong in ([-1, 5], [[5], [-1]]):
-        with refused("invalid_value", -1, 5, 0, 4294967295, at="inputs"):
-            prepared_ids(wrong)
-    with refused("invalid_value", 5, 4294967296, at="inputs"):
-        prepared_ids([[2**32], [5]])
-
-
-def test_ids_are_limited_per_request() -> None:
-    prepared_ids([[1]] * 4)
-    with refused("limit_exceeded", 5, 4, at="inputs"):
-        prepared_ids([[1]] * 5)
-    prepared_ids([[1] * 30] * 2)
-    with refused("limit_exceeded", 61, 60, at="inputs"):
-        prepared_ids([[1] * 31, [1] * 30])
-    for empty in ([], [[]], [[1], []]):
-        with refused("empty_input", at="inputs"):
-            prepared_ids(empty)

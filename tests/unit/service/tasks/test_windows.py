@@ -8,12 +8,7 @@ from hypothesis import strategies as st
 
 from cloze.service.errors import Location
 from cloze.service.tasks.task import INPUTS
-from cloze.service.tasks.texts import (
-    LongText,
-    LongTextRule,
-    TextEncoder,
-    centred,
-)
+from cloze.service.tasks.texts import LongText, LongTextRule, TextEncoder, centred
 from tests.support.refusals import refused
 from tests.support.task_model import CONTEXT, context, limited, manifest
 

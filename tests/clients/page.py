@@ -102,6 +102,14 @@ def mistakes(browser: Browser, address: str) -> dict[str, Any]:
     return seen | {"images": page.locator("img").count(), "messages": watched.messages}
 
 
+def entities(browser: Browser, address: str) -> dict[str, Any]:
+    """What the two panels of a model that finds entities of any labels show."""
+    watched = Watched(browser)
+    names = ("entities", "redact")
+    text = {name: watched.open(address, name).inner_text("main") for name in names}
+    return {"text": text, "messages": watched.messages}
+
+
 def pictures(browser: Browser, address: str) -> dict[str, Any]:
     """Two panels as PNG files in base64, for scripts/draw-page; the first answers only warm up."""
     page = Watched(browser, viewport={"width": 900, "height": 560}).page
@@ -116,7 +124,7 @@ def pictures(browser: Browser, address: str) -> dict[str, Any]:
 
 
 SCENARIOS: dict[str, Callable[[Browser, str], dict[str, Any]]] = {
-    function.__name__: function for function in (panels, mistakes, pictures)
+    function.__name__: function for function in (panels, mistakes, entities, pictures)
 }
 
 if __name__ == "__main__":

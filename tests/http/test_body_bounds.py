@@ -20,7 +20,7 @@ from tests.fuzz.damage import paths_of
 from tests.support.serving import Server, running_server
 
 MB = 1_000_000
-MOST_MB, MOST_PER_BYTE = 16, 16
+MOST_MB, MOST_PER_BYTE = 32, 16
 
 RETURNING_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
 """Variables that let glibc give freed memory back, so that each request's growth shows."""

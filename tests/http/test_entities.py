@@ -1,6 +1,7 @@
 """Entities of the request's labels: the library's decodings, windows, limits, gliner's client."""
 
 import itertools
+import json
 import re
 import subprocess
 from collections.abc import Iterator
@@ -15,9 +16,11 @@ from cloze.service.service import single_process
 from cloze.service.settings import load_settings
 from cloze.service.tasks import entities
 from tests.support import gliner
+from tests.support.released_clients import run
 from tests.support.serving import running_server
 
-LIBRARY = Path(__file__).parents[2] / "build/gliner/bin/python"
+ROOT = Path(__file__).parents[2]
+LIBRARY = ROOT / "build/gliner/bin/python"
 TEXT = "Ada Lovelace worked with Charles Babbage in London."
 LABELS = ["person", "city", "date of birth"]
 
@@ -179,6 +182,12 @@ def test_gliners_own_route(client: TestClient) -> None:
         assert refused.status_code == 400
         assert refused.json().keys() == {"error"}
         assert named in refused.json()["error"]
+    for field in ("text", "labels"):  # gliner.serve's status
+        refused = client.post("/gliner", json={k: v for k, v in body.items() if k != field})
+        assert refused.status_code == 404
+        assert refused.json() == {
+            "error": f"{field} is missing; the body needs text and labels",
+        }
 
 
 def test_redaction_of_any_labels(client: TestClient) -> None:
@@ -204,26 +213,66 @@ def test_redaction_of_any_labels(client: TestClient) -> None:
 
 
 CLIENT = """
-import sys
-from gliner.serve.client import GLiNERClient
-client = GLiNERClient(sys.argv[1])
-texts = ["Ada Lovelace worked with Charles Babbage in London.", "Rain"]
-found = client.predict(texts, ["person", "city", "date of birth"], threshold=0.1)
-alone = client.predict(texts[0], {"a": "person"}, flat_ner=False, multi_label=True)
-print([len(one["entities"]) for one in found], sorted(alone))
+import json, sys
+from gliner.serve.client import GLiNERClient, GLiNERClientError
+client, [texts, labels] = GLiNERClient(sys.argv[1]), json.loads(sys.argv[2])
+several = client.predict(texts, labels, threshold=0.1)
+nested = dict(flat_ner=False, multi_label=True)
+described = client.predict(texts[0], {"a": "person"}, threshold=0.05, **nested)
+own = client.predict(texts, [labels, {"b": "city"}], threshold=0.1)
+try:
+    client.predict(texts[0], labels, relations=["works at"])
+except GLiNERClientError as error:
+    print(json.dumps([several, described, own, str(error)]))
 """
 
 
 @pytest.mark.slow
-def test_the_released_client_of_gliner(store: Path) -> None:
+def test_the_released_client_of_gliner(store: Path, client: TestClient) -> None:
     if not LIBRARY.exists():
         pytest.skip(f"no {LIBRARY}: run scripts/gliner-environment")
+    texts = [TEXT, "Rain in Paris, said Grace Hopper."]
     with running_server(store, "--model", "span") as server:
+        arguments = [server.url, json.dumps([texts, LABELS])]
         done = subprocess.run(
-            [str(LIBRARY), "-c", CLIENT, server.url], capture_output=True, text=True
+            [str(LIBRARY), "-c", CLIENT, *arguments], capture_output=True, text=True
         )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split("]")[1].strip() == "['entities'", done.stdout
+    several, described, own, error = json.loads(done.stdout)
+
+    def expected(text: str, labels: Any, **parameters: Any) -> Any:
+        entities = ask(client, text, labels=labels, **parameters)
+        assert entities
+        return {"entities": [e | {"score": pytest.approx(e["score"], abs=1e-5)} for e in entities]}
+
+    assert several == [expected(text, LABELS, threshold=0.1) for text in texts]
+    nested = {"flat_ner": False, "multi_label": True, "threshold": 0.05}
+    assert described == expected(texts[0], {"a": "person"}, **nested)
+    second = expected(texts[1], {"b": "city"}, threshold=0.1)
+    assert own == [expected(texts[0], LABELS, threshold=0.1), second]
+    assert "400" in error
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_presidio_and_spacy(store: Path, client: TestClient, tmp_path: Path) -> None:
+    """With the code of docs/clients.md; a test that cannot install them skips and says why."""
+    arguments = "entity_components.py", "presidio.txt", tmp_path / "environment"
+    with running_server(store, "--model", "span") as server:
+        found = run(*arguments, str(ROOT / "docs/clients.md"), server.url, TEXT)
+    labels = {"PERSON": "person", "LOCATION": "city"}
+
+    def rows(**parameters: Any) -> list[Any]:
+        entities = ask(client, TEXT, long_text="window", **parameters)
+        assert entities
+        return [
+            [e["start"], e["end"], e["label"], pytest.approx(e["score"], abs=1e-5)]
+            for e in entities
+        ]
+
+    assert sorted(found["presidio"]) == rows(labels=labels, threshold=0.3)
+    assert found["spacy"] == rows(labels=["person", "city"])
+    assert found["empty"] == 0
 
 
 @pytest.mark.slow

@@ -2,18 +2,21 @@
 
 import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from cloze.model_store import Store
 from cloze.model_store.locations import DEFAULT_ROOT
+from tests.support import gliner
 from tests.support.released_clients import CLIENTS, environment, printed
 from tests.support.serving import Server, running_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-Browse = Callable[[str], dict[str, Any]]
+Browse = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +28,13 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def browse(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Browse:
-    """Return a function that runs a scenario of tests/clients/page.py."""
+    """Return a function that runs a scenario of tests/clients/page.py, by default at the server."""
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("chromium is not installed (Debian's package chromium)")
     python = environment("page.txt", tmp_path_factory.mktemp("browser") / "environment") / "python"
     command = [str(python), str(CLIENTS / "page.py"), chromium]
-    return lambda scenario: printed([*command, scenario, server.url])
+    return lambda scenario, url=server.url: printed([*command, scenario, url])
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +73,9 @@ def test_the_page_asks_only_this_server_and_logs_nothing(
     assert len(panels["addresses"]) >= 10
     others = [a for a in panels["addresses"] if not a.startswith((server.url, "data:", "about:"))]
     assert others == []
-    policy = httpx.get(server.url).headers["content-security-policy"]
+    policy = httpx.get(server.url, headers={"accept": "text/html"}).headers[
+        "content-security-policy"
+    ]
     assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
     assert "unsafe" not in policy
 
@@ -80,3 +85,14 @@ def test_mistakes_are_told_and_texts_are_no_markup(browse: Browse) -> None:
     assert seen["alert"].startswith("422: inputs holds no mask token")
     assert seen["images"] == 0
     assert [m for m in seen["messages"] if "422" not in m] == []  # Chromium logs each failed fetch
+
+
+def test_a_model_of_any_labels_redacts(browse: Browse, tmp_path: Path) -> None:
+    """Its panel sends the labels that such a model needs."""
+    gliner.export_kind("span", Store(tmp_path))
+    with running_server(tmp_path) as server:
+        seen = browse("entities", server.url)
+    for text in seen["text"].values():
+        assert "Answer" in text
+        assert '"labels":["person","city"]' in text
+    assert seen["messages"] == []

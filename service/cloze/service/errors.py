@@ -77,6 +77,10 @@ class InvalidBody(InvalidRequest, code="invalid_body"):
     """The body lacks a field, has an unknown one, or one with a value of another type."""
 
 
+class MissingField(InvalidBody, code="missing_field"):
+    """The body of gliner's protocol lacks a field, which has a status of its own there."""
+
+
 class TextTooLong(InvalidRequest, code="text_too_long"):
     """A text is longer than the limit, or than the model reads, and may not be cut."""
 

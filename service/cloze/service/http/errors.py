@@ -14,6 +14,7 @@ STATUS: dict[type[Exception], tuple[int, str]] = {
     errors.EmptyRequest: (400, "Empty"),
     errors.Unauthorized: (401, "Validation"),
     errors.Forbidden: (403, "Validation"),
+    errors.MissingField: (404, "Validation"),
     errors.UnknownModel: (404, "Validation"),
     errors.SlowRequest: (408, "Validation"),
     errors.ReloadRefused: (409, "Backend"),

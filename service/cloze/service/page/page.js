@@ -58,10 +58,11 @@ function showPanel(panel, info) {
   model.value = info.defaults[panel.task];
   const small = panel.fields.filter(({ kind, choices }) => kind || choices);
   const chosen = panel.fields.filter(({ choices }) => choices);
+  const served = () =>
+    info.models.find(({ name, version }) => `${name}@${version}` === model.value);
   const choose = () => {
-    const served = info.models.find(({ name, version }) => `${name}@${version}` === model.value);
     for (const { name, choices } of chosen) {
-      inputs[name].replaceChildren(...options(served[choices] ?? []));
+      inputs[name].replaceChildren(...options(served()[choices] ?? []));
       inputs[name].disabled = !inputs[name].options.length; // a model with one set has no names
     }
   };
@@ -82,7 +83,8 @@ function showPanel(panel, info) {
     event.preventDefault();
     underway.abort();
     const current = underway = new AbortController();
-    const values = Object.fromEntries(Object.entries(inputs).map(([name, { value }]) => [name, value]));
+    const values = { tasks: served().tasks };
+    for (const [name, { value }] of Object.entries(inputs)) values[name] = value;
     const body = panel.body(values);
     if (model.value !== info.defaults[panel.task]) body.model = model.value;
     try {

@@ -8,11 +8,18 @@ const KINDS = 5; // colours of entities
 const lines = (text) => text.split("\n").map((line) => line.trim()).filter(Boolean);
 const python = JSON.stringify; // its strings and lists are Python's too
 
+const PATTERNS = ["EMAIL", "PHONE", "IBAN", "CARD"];
+
+/** Returns the labels to replace; a tagger replaces those that it has. */
+const replaced = ({ labels, tasks }) =>
+  tasks.includes("token-classification") ? undefined : lines(labels);
+
 /** The panels in the order of the page.
  *
  * `exported` is the task to export for the panel, if it is another one. A field is a text, several
  * lines if it has `rows`, or one of the names that `/info` has of the model under `choices`. `body`
- * and `python` take the values of the fields by name; `show` takes the answer and the values, and returns elements.
+ * and `python` take the values of the fields by name, and the `tasks` of the chosen model; `show`
+ * takes the answer and the values, and returns elements.
  */
 export const PANELS = [
   {
@@ -153,9 +160,17 @@ export const PANELS = [
     exported: "token-classification",
     title: "Redaction",
     route: "/redact",
-    fields: [{ name: "text", label: "Text", value: "Ada Lovelace was born in London. Write to ada@example.org.", rows: 4 }],
-    body: ({ text }) => ({ inputs: text, parameters: { patterns: ["EMAIL", "PHONE", "IBAN", "CARD"] } }),
-    python: ({ text }) => `client.redact(${python(text)}, patterns=["EMAIL", "PHONE", "IBAN", "CARD"])`,
+    fields: [
+      { name: "text", label: "Text", value: "Ada Lovelace was born in London. Write to ada@example.org.", rows: 4 },
+      { name: "labels", label: "Labels, one per line, for a model of any labels", value: "person\ncity", rows: 3 },
+    ],
+    body: (values) => ({
+      inputs: values.text, parameters: { labels: replaced(values), patterns: PATTERNS },
+    }),
+    python(values) {
+      const labels = replaced(values);
+      return `client.redact(${python(values.text)}, ${labels ? `labels=${python(labels)}, ` : ""}patterns=${python(PATTERNS)})`;
+    },
     show: ({ text, replacements }) => [spanned(text, replacements.map((replacement) => ({
       start: replacement.redacted_start,
       end: replacement.redacted_end,

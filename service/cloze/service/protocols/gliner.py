@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Final
 from pydantic import Field
 
 from cloze.service.core import ServedRequest
-from cloze.service.errors import InvalidRequest, Location
+from cloze.service.errors import InvalidRequest, Location, MissingField
+from cloze.service.http.body import load, validate
 from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.protocols.protocol import (
     STATUSES_WITHOUT_422,
@@ -68,6 +69,13 @@ class _Gliner(TaskRoute):
         },
         errors=STATUSES_WITHOUT_422,
     )
+
+    def parse(self, _: ServedRequest, data: bytes) -> tuple[TaskRoute, GlinerBody]:
+        value = load(data, self.context.body_limits)
+        for name in ("text", "labels"):
+            if isinstance(value, dict) and name not in value:
+                raise MissingField(f"{name} is missing; the body needs text and labels")
+        return self, validate(GlinerBody, value)
 
     def to_call(self, _: ServedRequest, body: GlinerBody) -> tuple[Any, Any]:
         for name in ("relations", "adapter_id"):

@@ -23,6 +23,7 @@ TABLE: dict[type[Exception], tuple[int, str, str, str]] = {
     errors.KeyExpired: (401, "key_expired", "Validation", CLIENT),
     errors.Forbidden: (403, "forbidden", "Validation", CLIENT),
     errors.OtherHost: (403, "host_not_allowed", "Validation", CLIENT),
+    errors.MissingField: (404, "missing_field", "Validation", CLIENT),
     errors.UnknownModel: (404, "model_not_found", "Validation", CLIENT),
     errors.SlowRequest: (408, "body_timeout", "Validation", CLIENT),
     errors.ReloadRefused: (409, "reload_refused", "Backend", CLIENT),

@@ -34,7 +34,7 @@ from cloze.service.tasks.texts import (
     TextEncoder,
     UsageParameters,
 )
-from cloze.service.tasks.wire import Text, Texts, check_range
+from cloze.service.tasks.wire import NotEmpty, Text, Texts, check_range
 from cloze.service.threads import check_awaited
 
 LABELS: Final = Location(("labels",))
@@ -262,7 +262,9 @@ TASK: Final = Task(
     route="/entities",
     summary="The entities of the request's own labels, with character offsets",
     heads=(HEAD.name,),
-    inputs=Annotated[Text | Texts, Field(description="a text, or a list of texts")],
+    inputs=Annotated[
+        str | Annotated[list[str], NotEmpty], Field(description="a text, or a list of texts")
+    ],
     parameters=EntityParameters,
     result=list[Entity] | list[list[Entity]],
     alone=(str,),

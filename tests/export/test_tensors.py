@@ -15,6 +15,7 @@ from cloze.export.model import LAYOUTS, GraphWriter
 from cloze.model_store.heads import (
     HEADS,
     embedding,
+    entities,
     layer_embedding,
     multi_vector,
     sequence_classification,
@@ -36,6 +37,7 @@ MODEL_SIZES = {
     multi_vector.MULTI_VECTORS.name: {"F": 6},
     layer_embedding.LAYER_SUMS.name: {"H": 16},
     layer_embedding.LAYER_MAXIMA.name: {"H": 16},
+    entities.ENTITY_SCORES.name: {"k": 3},
 }
 """Letters of an output's shape that stand for a size of the model, not of the batch."""
 

@@ -145,7 +145,7 @@ def all_bodies(client: httpx.Client) -> list[Body]:
         if request := operations.get("post", {}).get("requestBody"):
             content = request["content"]["application/json"]
             example = next(iter(content["examples"].values()))["value"]
-            named = path.format(model=models[0], version="1")
+            named = path.format(model=models[0], version="1", organization="nvidia")
             bodies += of_example(path, named, example)
     sent = {"name": "text", "shape": [1], "datatype": "BYTES"}
     head = orjson.dumps({"inputs": [sent | {"parameters": {"binary_data_size": 7 * MB}}]})

@@ -132,7 +132,7 @@ export const PANELS = [
   },
   {
     task: "entities",
-    title: "Entities of your labels",
+    title: "Own entities",
     route: "/entities",
     fields: [
       { name: "text", label: "Text", value: "Ada Lovelace was born in London.", rows: 4 },

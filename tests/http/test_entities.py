@@ -12,9 +12,11 @@ import pytest
 from starlette.testclient import TestClient
 
 from cloze.model_store import Store
+from cloze.model_store.heads.entities import HEAD, EntityOptions
 from cloze.service.service import single_process
 from cloze.service.settings import load_settings
 from cloze.service.tasks import entities
+from cloze.service.text.tokenizer import Tokenizer
 from tests.support import gliner
 from tests.support.released_clients import run
 from tests.support.serving import running_server
@@ -92,8 +94,16 @@ def test_a_word_without_tokens_moves_no_other(client: TestClient) -> None:
     assert plain
 
 
-def test_names_of_special_tokens_are_text(client: TestClient) -> None:
+def test_names_of_special_tokens_are_text(client: TestClient, store: Path) -> None:
     labels = ["<<ENT>>", "[SEP]", "city"]
+    for kind in gliner.KINDS:
+        bundle = Store(store).open(kind)
+        options = bundle.manifest.heads[HEAD.name]
+        assert isinstance(options, EntityOptions)
+        special = {options.ent_id, options.sep_id}  # Unigram's own pieces have [SEP] as text too
+        for ids in Tokenizer(bundle).word_ids(labels):
+            assert ids, kind
+            assert not special & {*ids}, kind
     for model in ("span", "token"):
         answer = ask(client, f"{TEXT} <<ENT>> [SEP]", model, labels=labels, threshold=0.01)
         assert {one["label"] for one in answer} <= {*labels}

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from starlette.testclient import TestClient
 
@@ -72,6 +73,46 @@ def test_texts_of_one_request_are_answered_like_each_alone(client: TestClient) -
     answers = ask(client, [*texts, ""], "projected", threshold=0.1)
     assert answers == [ask(client, text, "projected", threshold=0.1) for text in [*texts, ""]]
     assert answers[-1] == ask(client, " \n ") == []
+
+
+def test_labels_of_a_bi_encoder_are_read_once(client: TestClient) -> None:
+    def tokens(*labels: str) -> int:
+        body = {"inputs": TEXT, "parameters": {"labels": labels}, "model": "bi"}
+        return int(client.post("/entities", json=body).headers["x-compute-tokens"])
+
+    first = tokens("city", "a new label")
+    of_text = tokens("a new label")
+    assert tokens("city", "a new label") == of_text < first
+    labels = [f"label {number}" for number in range(1000)]
+    many = ask(client, TEXT, "bi", labels=[*labels, "city"][1:], threshold=0.2)
+    one = ask(client, TEXT, "bi", labels=["city"], threshold=0.2, multi_label=True)
+    assert {e["label"] for e in many} <= {*labels, "city"}
+    assert many
+    assert one
+    assert ask(client, TEXT, "bi", labels=[*labels, "a"])["error"].startswith("labels has 1001")
+    assert len(ask(client, [TEXT, "Rain"], "bi", labels=labels, threshold=0.9)) == 2
+
+
+def test_front_ends_send_the_vectors_of_labels(store: Path, client: TestClient) -> None:
+    labels = [*LABELS, "somewhere"]
+    expected = ask(client, [TEXT, "Rain in Paris"], "bi", labels=labels, threshold=0.2)
+    with running_server(store, "--model", "bi", "--frontends", "1") as server:
+        body = {
+            "inputs": [TEXT, "Rain in Paris"],
+            "parameters": {"labels": labels, "threshold": 0.2},
+        }
+        for _ in range(2):  # computed, and known
+            answer = httpx.post(f"{server.url}/entities", json=body, timeout=60).json()
+            assert [[(e["start"], e["end"], e["label"]) for e in text] for text in answer] == [
+                [(e["start"], e["end"], e["label"]) for e in text] for text in expected
+            ]
+        redacted = httpx.post(
+            f"{server.url}/redact",
+            json={"inputs": TEXT, "parameters": {"labels": labels, "min_score": 0.2}},
+            timeout=60,
+        ).json()
+    assert expected[0]
+    assert redacted["replacements"]
 
 
 def test_descriptions_are_read_in_place_of_labels(client: TestClient) -> None:

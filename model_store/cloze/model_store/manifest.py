@@ -27,10 +27,12 @@ from cloze.model_store.heads import (
     GraphSpec,
     Head,
     embedding,
+    entities,
     heads_of_tasks,
     masked_lm,
     sequence_classification,
 )
+from cloze.model_store.heads.entities import EntityOptions
 from cloze.model_store.heads.head import Frozen, ModelSizes
 from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.model_store.layouts import Layout
@@ -129,6 +131,11 @@ class BundleSpec(Frozen):
     heads: dict[str, SerializeAsAny[Frozen]] = Field(
         {}, description="options of heads, such as their labels, by head name"
     )
+    label_encoder: "BundleSpec | None" = Field(
+        None,
+        description="of a bi-encoder: the encoder that embeds labels for the task entities, a "
+        "bundle in the same folder; its files begin with labels-",
+    )
 
     @field_validator("heads", mode="before")
     @classmethod
@@ -169,6 +176,12 @@ class BundleSpec(Frozen):
             spec.cls_id, spec.sep_id, spec.mask_id, spec.pair_separators, second_type
         )
 
+    @property
+    def label_size(self) -> int | None:
+        """The numbers of the vector of a label; None: the model is no bi-encoder."""
+        options = self.heads.get(entities.HEAD.name)
+        return options.label_size if isinstance(options, EntityOptions) else None
+
     def graph_spec(self, layout: Layout) -> GraphSpec:
         """Return the specification of a graph of this bundle with a layout."""
         return GraphSpec(
@@ -178,6 +191,7 @@ class BundleSpec(Frozen):
             pooling=self.embedding.pooling if self.embedding else None,
             layers=self.architecture.layers,
             include_prompt=self.embedding is None or self.embedding.include_prompt,
+            label_size=self.label_size,
         )
 
     def table_shapes(self) -> dict[str, tuple[int, int]]:
@@ -200,6 +214,10 @@ class BundleSpec(Frozen):
         """Return the bundle's graphs of lower precision."""
         return [lower for lower in (self.int8, self.fp16) if lower is not None]
 
+    def parities(self) -> list[Parity]:
+        """Return the measured differences of all graphs from torch."""
+        return [self.parity, *(lower.parity for lower in self.lower_precisions())]
+
     @model_validator(mode="after")
     def _sizes_agree(self) -> Self:
         sizes = [
@@ -212,6 +230,17 @@ class BundleSpec(Frozen):
         for name, size, limit in sizes:
             if size > limit:
                 raise ValueError(f"{name} is {size}; the model's limit is {limit}")
+        return self
+
+    @model_validator(mode="after")
+    def _label_encoder_fits(self) -> Self:
+        labels = self.label_encoder
+        size = labels.embedding.dimensions if labels and labels.embedding else None
+        if (labels is None) != (self.label_size is None) or size != self.label_size:
+            raise ValueError(
+                f"heads.entities.label_size is {self.label_size}, but the vectors of label_encoder "
+                f"have {size or 'no'} numbers"
+            )
         return self
 
     @model_validator(mode="after")
@@ -287,6 +316,8 @@ class Manifest(BundleSpec):
 
     def _limited_files(self) -> Iterator[tuple[str, int]]:
         """Yield each file that the manifest names, and the most bytes of such a file."""
+        if (labels := self.label_manifest) is not None:
+            yield from labels._limited_files()
         yield self.tokenizer.file, MAX_TOKENIZER_BYTES
         sections: list[Manifest | LowerPrecision] = [self, *self.lower_precisions()]
         for section in sections:
@@ -297,6 +328,18 @@ class Manifest(BundleSpec):
                 yield graph.file, MAX_GRAPH_BYTES
             if self.adapters.tensors_file is not None:
                 yield self.adapters.tensors_file, MAX_ADAPTER_BYTES
+
+    @property
+    def label_manifest(self) -> "Manifest | None":
+        """The manifest of the encoder of labels as a bundle; None: the model is no bi-encoder."""
+        if self.label_encoder is None:
+            return None
+        return Manifest(
+            **dict(self.label_encoder),
+            version=self.version,
+            created=self.created,
+            files=self.files,
+        )
 
     @property
     def reference(self) -> str:
@@ -334,7 +377,7 @@ class Manifest(BundleSpec):
             fields["heads"] = True
         elif isinstance(labels, SequenceLabels) and labels.raw_scores is None:
             fields["heads"] = {sequence_classification.HEAD.name: {"raw_scores"}}
-        for section in ("tables", "adapters"):
+        for section in ("tables", "adapters", "label_encoder"):
             if getattr(self, section) is None:
                 fields[section] = True
         if self.tokenizer.second_type is None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from cloze.service.errors import (
 )
 from cloze.service.tasks.wire import WireModel
 from cloze.service.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # its module imports this one
+    from cloze.service.tasks.label_vectors import LabelCache, LabelVectors
 
 INPUTS = Location(("inputs",))
 """The place of a call's inputs, as the native protocol names it."""
@@ -116,11 +119,16 @@ class TaskLimits:
 
 @dataclass(frozen=True)
 class TaskContext:
-    """The model and the limits of a task call."""
+    """The model and the limits of a task call.
+
+    Attributes:
+        labels: the vectors of labels; None: the model is no bi-encoder.
+    """
 
     manifest: Manifest
     tokenizer: Tokenizer
     limits: TaskLimits
+    labels: "LabelCache | None" = None
 
     @cached_property
     def own_vectors(self) -> VectorRecipe | None:
@@ -210,6 +218,7 @@ class PreparedRequest(NamedTuple, Generic[S]):
         vectors: how the result's vectors are made; None: the result has no vectors.
         others: rows of the answer besides those of the heads' results, such as one per token of
             `/tokenize`.
+        labels: vectors that the encodings need, some of which may be missing.
     """
 
     encodings: list[Encoding]
@@ -221,6 +230,7 @@ class PreparedRequest(NamedTuple, Generic[S]):
     texts: int = 1
     vectors: VectorRecipe | None = None
     others: int = 0
+    labels: "LabelVectors | None" = None
 
     @property
     def answer_rows(self) -> int:

@@ -93,6 +93,23 @@ def test_labels_of_a_bi_encoder_are_read_once(client: TestClient) -> None:
     assert len(ask(client, [TEXT, "Rain"], "bi", labels=labels, threshold=0.9)) == 2
 
 
+@pytest.mark.parametrize(
+    ("labels", "code", "named"),
+    [
+        (["a " * 95, "b"], "text_too_long", "labels[0] has 97 tokens; the model reads 96 of a"),
+        (["b", "\x01"], "invalid_value", "labels[1] has no token"),
+        ([f"{n} " * 12 for n in range(1000)], "limit_exceeded", "labels hold "),
+    ],
+)
+def test_labels_of_a_bi_encoder_have_limits(
+    client: TestClient, labels: list[str], code: str, named: str
+) -> None:
+    body = {"text": TEXT, "labels": labels, "model": "bi"}
+    answer = client.post("/gliner", json=body)
+    assert (answer.status_code, answer.headers["x-error-code"]) == (400, code), answer.text
+    assert answer.json()["error"].startswith(named)
+
+
 def test_front_ends_send_the_vectors_of_labels(store: Path, client: TestClient) -> None:
     labels = [*LABELS, "somewhere"]
     expected = ask(client, [TEXT, "Rain in Paris"], "bi", labels=labels, threshold=0.2)
@@ -150,7 +167,7 @@ def test_names_of_special_tokens_are_text(client: TestClient, store: Path) -> No
         assert {one["label"] for one in answer} <= {*labels}
 
 
-@pytest.mark.parametrize("kind", ["span", "token", "marker"])
+@pytest.mark.parametrize("kind", ["span", "token", "marker", "bi"])
 def test_a_long_text_is_cut_or_divided(client: TestClient, kind: str) -> None:
     """The marker kind reads 96 tokens; the others read 384 words."""
     text = f"{TEXT} Rain and {TEXT} " * 30

@@ -161,7 +161,9 @@ def load_checkpoint(
     )
     if gliner is None or label_tensors is None:
         return checkpoint
-    return replace(checkpoint, label_encoder=_load_labels(gliner, label_tensors, checkpoint))
+    labels = _load_labels(gliner, label_tensors, checkpoint)
+    notes = [f"labels: {note}" for note in labels.notes]
+    return replace(checkpoint, label_encoder=labels, notes=(*checkpoint.notes, *notes))
 
 
 def _load_labels(
@@ -190,7 +192,7 @@ def _load_labels(
         default_heads=(embedding.HEAD,),
         options={},
         source=source,
-        notes=tuple(f"labels: {note}" for note in [*notes, *defaults, *tokenizer.notes]),
+        notes=(*notes, *defaults, *tokenizer.notes),
     )
 
 

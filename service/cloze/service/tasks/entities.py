@@ -182,9 +182,8 @@ def _prompt(
 ) -> tuple[EntityPrompt, LabelVectors | None]:
     """Return the start of each sequence, and the vectors of the labels of a bi-encoder."""
     if context.labels is not None:
-        vectors, most = context.labels.look_up(labels, LABELS), context.limits.max_request_tokens
-        if (tokens := vectors.tokens) > most:
-            raise TooMany(f"hold {tokens} tokens; the limit of a request is {most}", LABELS)
+        vectors = context.labels.look_up(labels)
+        _check_labels(vectors, context.labels.max_tokens, context.limits.max_request_tokens)
         return EntityPrompt(vectors=vectors.array), vectors
     ids = context.tokenizer.word_ids(labels)
     for number, one in enumerate(ids):
@@ -194,6 +193,17 @@ def _prompt(
         problem = f"has {len(prompt.ids)} tokens with their markers; the limit is {most}, half of"
         raise TextTooLong(f"{problem} what the model reads", LABELS)
     return prompt, None
+
+
+def _check_labels(labels: LabelVectors, most_of_label: int, most: int) -> None:
+    """Check the tokens of the labels of a bi-encoder whose vectors are missing."""
+    for row, encoding in labels.missing.values():
+        check_has_tokens(encoding.input_ids[1:-1].tolist(), LABELS.below(row))
+        if (tokens := len(encoding)) > most_of_label:
+            problem = f"has {tokens} tokens; the model reads {most_of_label} of a label"
+            raise TextTooLong(problem, LABELS.below(row))
+    if labels.tokens > most:
+        raise TooMany(f"hold {labels.tokens} tokens; the limit of a request is {most}", LABELS)
 
 
 def _refuse(at: Location, words: int, tokens: int, max_tokens: int, max_words: int) -> None:

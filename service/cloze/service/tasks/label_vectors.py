@@ -16,10 +16,7 @@ from cloze.model_store import Manifest
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import embedding
 from cloze.model_store.heads.embedding import EmbeddingRequest
-from cloze.model_store.sequences import TEXT_TOKENS
 from cloze.service.core import Float32
-from cloze.service.errors import Location, TextTooLong
-from cloze.service.tasks.task import check_has_tokens
 from cloze.service.text.tokenizer import Tokenizer
 
 _CACHE_BYTES: Final = 2**26
@@ -52,25 +49,23 @@ class LabelCache:
 
     Args:
         manifest: of the encoder of labels.
+
+    Attributes:
+        max_tokens: most tokens of a label, with the special tokens.
     """
 
     def __init__(
         self, manifest: Manifest, tokenizer: Tokenizer, most_bytes: int = _CACHE_BYTES
     ) -> None:
         assert manifest.embedding is not None  # else the bundle was refused
-        self._size, self._max_tokens = manifest.embedding.dimensions, manifest.limits.max_tokens
-        self._tokenizer = tokenizer
+        self._size, self._tokenizer = manifest.embedding.dimensions, tokenizer
+        self.max_tokens = manifest.limits.max_tokens
         self._most = most_bytes // (4 * self._size + _ENTRY_BYTES)
         self._lock = Lock()
         self._vectors: OrderedDict[str, Float32] = OrderedDict()  # the last used one is the last
 
-    def look_up(self, labels: Sequence[str], at: Location) -> LabelVectors:
-        """Return the vectors of different labels, as far as they are known.
-
-        Raises:
-            TextTooLong: a label has more tokens than the model reads.
-            InvalidRequest: a label has no token.
-        """
+    def look_up(self, labels: Sequence[str]) -> LabelVectors:
+        """Return the vectors of different labels, as far as they are known."""
         found = LabelVectors(np.zeros((len(labels), self._size), np.float32), {})
         rows: dict[str, int] = {}
         with self._lock:
@@ -81,10 +76,6 @@ class LabelCache:
                     self._vectors.move_to_end(label)
                     found.array[row] = vector
         for (label, row), ids in zip(rows.items(), self._tokenizer.word_ids([*rows]), strict=True):
-            check_has_tokens(ids, at.below(row))
-            if (tokens := len(ids) + TEXT_TOKENS) > self._max_tokens:
-                problem = f"has {tokens} tokens; the model reads {self._max_tokens} of a label"
-                raise TextTooLong(problem, at.below(row))
             encoding = self._tokenizer.encode(ids, {embedding.HEAD.name: EmbeddingRequest()})
             found.missing[label] = row, encoding
         return found

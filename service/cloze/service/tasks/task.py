@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -23,11 +23,9 @@ from cloze.service.errors import (
     WrongTask,
     quoted,
 )
+from cloze.service.tasks.label_vectors import LabelCache, LabelVectors
 from cloze.service.tasks.wire import WireModel
 from cloze.service.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:  # its module imports this one
-    from cloze.service.tasks.label_vectors import LabelCache, LabelVectors
 
 INPUTS = Location(("inputs",))
 """The place of a call's inputs, as the native protocol names it."""
@@ -128,7 +126,7 @@ class TaskContext:
     manifest: Manifest
     tokenizer: Tokenizer
     limits: TaskLimits
-    labels: "LabelCache | None" = None
+    labels: LabelCache | None = None
 
     @cached_property
     def own_vectors(self) -> VectorRecipe | None:
@@ -230,7 +228,7 @@ class PreparedRequest(NamedTuple, Generic[S]):
     texts: int = 1
     vectors: VectorRecipe | None = None
     others: int = 0
-    labels: "LabelVectors | None" = None
+    labels: LabelVectors | None = None
 
     @property
     def answer_rows(self) -> int:

@@ -9,16 +9,13 @@ import pytest
 from cloze.model_store.heads import ArrayResult
 from cloze.service.batching.fair_queue import Submission, Terms
 from cloze.service.core import BatchResult, Float32
-from cloze.service.errors import EngineFailed, Location
+from cloze.service.errors import EngineFailed
 from cloze.service.models.label_reader import LabelReader
 from cloze.service.tasks.label_vectors import LabelCache
 from cloze.service.text.tokenizer import Tokenizer
-from tests.support.refusals import refused
 from tests.support.task_model import bundle
 
 pytestmark = pytest.mark.anyio
-
-AT = Location(("labels",))
 
 
 class LabelEncoder(LabelReader):
@@ -46,7 +43,7 @@ class LabelEncoder(LabelReader):
         return BatchResult(outputs, 0.0, 0.0)
 
     async def read(self, *labels: str) -> Float32:
-        found = self.cache.look_up(labels, AT)
+        found = self.cache.look_up(labels)
         await self.fill(found, Terms(float("inf")))
         return found.array
 
@@ -105,19 +102,9 @@ async def test_the_labels_that_were_not_used_for_longest_are_forgotten(tmp_path:
     encoder.goes_on.set()
     for labels in (["the"], ["house"], ["the"], ["old"]):  # "house" is the oldest now
         await encoder.read(*labels)
-    found = encoder.cache.look_up(["the", "house", "old"], AT)
+    found = encoder.cache.look_up(["the", "house", "old"])
     assert [*found.missing] == ["house"]
     assert (found.missing["house"][0], found.tokens) == (1, 3)
-    whole = encoder.cache.look_up(["the"], AT)
+    whole = encoder.cache.look_up(["the"])
     assert not whole.missing
     assert whole.array.any()
-
-
-def test_a_label_that_is_too_long_is_refused(tmp_path: Path) -> None:
-    made = bundle(tmp_path)
-    cache = LabelCache(made.manifest, Tokenizer(made))
-    cache.look_up(["the " * 10], AT)
-    with refused("text_too_long", 13, 12, at="labels[1]"):
-        cache.look_up(["a", "the " * 11], AT)
-    with refused("invalid_value", at="labels[0]"):
-        cache.look_up(["\x01"], AT)

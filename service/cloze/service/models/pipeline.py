@@ -22,7 +22,7 @@ from cloze.service.models.label_reader import LabelReader
 from cloze.service.models.served_models import ServedModel
 from cloze.service.settings import Settings
 from cloze.service.tasks import Task, TaskContext, TaskLimits
-from cloze.service.tasks.label_vectors import LabelCache, LabelVectors
+from cloze.service.tasks.label_vectors import LabelVectors
 from cloze.service.tasks.task import Outputs
 from cloze.service.text.tokenizer import Tokenizer
 from cloze.service.threads import run_on_thread
@@ -128,12 +128,10 @@ class Pipeline:
         self.manifest: Manifest = model.bundle.manifest
         self.reference = self.manifest.reference
         self._completions = Completions()
-        tokenizer, cache = tokenizer or Tokenizer(model.bundle), None
+        self.context = TaskContext.of(model.bundle, limits, tokenizer)
         self._labels: LabelReader | None = None
-        if (labels := model.labels) is not None:
-            cache = LabelCache(labels.bundle.manifest, Tokenizer(labels.bundle))
-            self._labels = LabelReader(cache, labels.queue, self._completions.wait)
-        self.context = TaskContext(self.manifest, tokenizer, limits, cache)
+        if model.labels is not None and (cache := self.context.labels) is not None:
+            self._labels = LabelReader(cache, model.labels.queue, self._completions.wait)
         # Naming a space takes 10 us, and most requests have the same recipe.
         self._spaces = lru_cache(128)(
             lambda precision, recipe: recipe and embedding_space(self.manifest, precision, recipe)
@@ -173,8 +171,8 @@ class Pipeline:
             request.trace.parent if request.trace is not None else "",
             request.is_bulk,
         )
-        if self._labels is not None and prepared.labels is not None:
-            await self._read_labels(self._labels, prepared.labels, terms, request)
+        if prepared.labels is not None and prepared.labels.missing:
+            await self._read_labels(prepared.labels, terms, request)
         submission = Submission(terms, prepared.encodings)
         rows, last = 0, prepared
         while True:
@@ -207,14 +205,14 @@ class Pipeline:
         return value
 
     async def _read_labels(
-        self, reader: LabelReader, labels: LabelVectors, terms: Terms, request: ServedRequest
+        self, labels: LabelVectors, terms: Terms, request: ServedRequest
     ) -> None:
         """Fill the vectors of labels that are missing; the texts wait for them."""
-        if labels.missing:
-            began = self._clock.monotonic()
-            self._charge(request, labels.tokens)
-            await reader.fill(labels, terms)
-            request.queue_s += self._clock.monotonic() - began
+        assert self._labels is not None  # the bundle has an encoder of labels, which is served
+        began = self._clock.monotonic()
+        self._charge(request, labels.tokens)
+        await self._labels.fill(labels, terms)
+        request.queue_s += self._clock.monotonic() - began
 
     def _charge(self, request: ServedRequest, tokens: int) -> None:
         request.tokens += tokens

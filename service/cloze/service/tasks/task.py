@@ -7,7 +7,7 @@ from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from cloze.model_store import Manifest
+from cloze.model_store import Bundle, Manifest
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.embedding_space import VectorRecipe, own_recipe
 from cloze.model_store.heads import HEADS, Head
@@ -127,6 +127,15 @@ class TaskContext:
     tokenizer: Tokenizer
     limits: TaskLimits
     labels: LabelCache | None = None
+
+    @classmethod
+    def of(
+        cls, bundle: Bundle, limits: TaskLimits, tokenizer: Tokenizer | None = None
+    ) -> "TaskContext":
+        """Return the context of a bundle, with its own tokenizer unless one is given."""
+        encoder = bundle.label_encoder
+        labels = encoder and LabelCache(encoder.manifest, Tokenizer(encoder))
+        return cls(bundle.manifest, tokenizer or Tokenizer(bundle), limits, labels)
 
     @cached_property
     def own_vectors(self) -> VectorRecipe | None:

@@ -19,6 +19,7 @@ from cloze.service.settings import load_settings
 from cloze.service.tasks import entities
 from cloze.service.text.tokenizer import Tokenizer
 from tests.support import gliner
+from tests.support.bulk_runs import bulk, read, write
 from tests.support.released_clients import run
 from tests.support.serving import running_server
 
@@ -130,6 +131,15 @@ def test_front_ends_send_the_vectors_of_labels(store: Path, client: TestClient) 
         ).json()
     assert expected[0]
     assert redacted["replacements"]
+
+
+def test_bulk_runs_of_a_bi_encoder(store: Path, client: TestClient, tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", [{"text": TEXT}, {"text": "Rain"}])
+    labels = [word for label in LABELS for word in ("--label", label)]
+    found = tmp_path / "found"
+    done = bulk(store, "entities", rows, "--model", "bi", *labels, "--output", found)
+    assert done.exit_code == 0, done.output
+    assert [row["entities"] for row in read(found)] == ask(client, [TEXT, "Rain"], "bi")
 
 
 def test_descriptions_are_read_in_place_of_labels(client: TestClient) -> None:

@@ -32,7 +32,6 @@ from cloze.model_store.heads import (
     masked_lm,
     sequence_classification,
 )
-from cloze.model_store.heads.entities import EntityOptions
 from cloze.model_store.heads.head import Frozen, ModelSizes
 from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.model_store.layouts import Layout
@@ -176,12 +175,6 @@ class BundleSpec(Frozen):
             spec.cls_id, spec.sep_id, spec.mask_id, spec.pair_separators, second_type
         )
 
-    @property
-    def label_size(self) -> int | None:
-        """The numbers of the vector of a label; None: the model is no bi-encoder."""
-        options = self.heads.get(entities.HEAD.name)
-        return options.label_size if isinstance(options, EntityOptions) else None
-
     def graph_spec(self, layout: Layout) -> GraphSpec:
         """Return the specification of a graph of this bundle with a layout."""
         return GraphSpec(
@@ -191,7 +184,7 @@ class BundleSpec(Frozen):
             pooling=self.embedding.pooling if self.embedding else None,
             layers=self.architecture.layers,
             include_prompt=self.embedding is None or self.embedding.include_prompt,
-            label_size=self.label_size,
+            options=self.heads,
         )
 
     def table_shapes(self) -> dict[str, tuple[int, int]]:
@@ -234,12 +227,13 @@ class BundleSpec(Frozen):
 
     @model_validator(mode="after")
     def _label_encoder_fits(self) -> Self:
-        labels = self.label_encoder
+        labels, options = self.label_encoder, self.heads.get(entities.HEAD.name)
+        needed: int | None = getattr(options, "label_size", None)
         size = labels.embedding.dimensions if labels and labels.embedding else None
-        if (labels is None) != (self.label_size is None) or size != self.label_size:
+        if (labels is None) != (needed is None) or size != needed:
             raise ValueError(
-                f"heads.entities.label_size is {self.label_size}, but the vectors of label_encoder "
-                f"have {size or 'no'} numbers"
+                f"heads.entities.label_size is {needed}, but the vectors of label_encoder have "
+                f"{size or 'no'} numbers"
             )
         return self
 

@@ -102,7 +102,7 @@ class GraphUnderTest:
             pooling=self.checkpoint.recipe.pooling,
             layers=self.checkpoint.model.config.layers,
             include_prompt=self.checkpoint.recipe.include_prompt,
-            label_size=self.checkpoint.label_size,
+            options=self.checkpoint.options,
         )
 
 

@@ -290,8 +290,8 @@ def _gates(rows: Tensor) -> Tensor:
 
 
 def _reference(head: EntityHead, batch: HeadBatch) -> dict[str, Tensor]:
-    size = head.options.label_size
-    spec = GraphSpec(batch.placement.layout, (), token_types=False, label_size=size)
+    size, options = head.options.label_size, {entities.HEAD.name: head.options}
+    spec = GraphSpec(batch.placement.layout, (), token_types=False, options=options)
     feeds = entities.HEAD.pack(batch.requests, batch.placement, spec)
     words, counts, labels = map(torch.from_numpy, feeds.values())
     labels = batch.rows[labels.long()] if size is None else labels.to(batch.rows)

@@ -35,7 +35,6 @@ from cloze.export.load.tokenizer import CheckpointTokenizer, load_tokenizer, low
 from cloze.export.load.weights import load_model, named_classes
 from cloze.export.model import Model, head_module
 from cloze.model_store.heads import Head, embedding, entities, lexical, multi_vector
-from cloze.model_store.heads.entities import EntityOptions
 from cloze.model_store.heads.head import Frozen
 from cloze.model_store.manifest import Source
 from cloze.model_store.peft import CONFIG_FILE, TENSORS_FILE
@@ -75,12 +74,6 @@ class Checkpoint:
     notes: tuple[str, ...]
     broken_promise: str = ""
     label_encoder: "Checkpoint | None" = None
-
-    @property
-    def label_size(self) -> int | None:
-        """The numbers of the vector of a label; None: the checkpoint is no bi-encoder."""
-        options = self.options.get(entities.HEAD.name)
-        return options.label_size if isinstance(options, EntityOptions) else None
 
 
 def load_checkpoint(

@@ -15,7 +15,7 @@ Source: Zaratiana et al. 2023, "GLiNER", and the library gliner 0.2.29.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -158,19 +158,17 @@ def _pack(
     counts[: len(asked)] = [len(one.words) for _, one in asked]
     words = np.zeros((rows, counts.max()), np.int32)
     most_labels = max((one.label_count for _, one in asked), default=0)
-    labels: NDArray[Any]
-    if graph.label_size is None:
-        spec, labels = ENTITY_LABELS, np.zeros((rows, most_labels), np.int32)
-    else:
-        spec = ENTITY_LABEL_VECTORS
-        labels = np.zeros((rows, most_labels, graph.label_size), np.float32)
+    labels = np.zeros((rows, most_labels), np.int32)
+    options = graph.options.get(HEAD.name)
+    size = (isinstance(options, EntityOptions) and options.label_size) or 0
+    vectors = np.zeros((rows, most_labels, size), np.float32)
     for number, (start, one) in enumerate(asked):
         words[number, : len(one.words)] = start + np.array(one.words, np.int32)
-        if graph.label_size is None:
-            labels[number, : len(one.labels)] = start + np.array(one.labels, np.int32)
-        elif one.vectors is not None:
-            labels[number, : len(one.vectors)] = one.vectors
-    return {ENTITY_WORDS.name: words, ENTITY_WORD_COUNTS.name: counts, spec.name: labels}
+        labels[number, : len(one.labels)] = start + np.array(one.labels, np.int32)
+        if size and one.vectors is not None:
+            vectors[number, : len(one.vectors)] = one.vectors
+    feeds: Feeds = {ENTITY_WORDS.name: words, ENTITY_WORD_COUNTS.name: counts}
+    return feeds | ({ENTITY_LABEL_VECTORS.name: vectors} if size else {ENTITY_LABELS.name: labels})
 
 
 def _unpack(

@@ -56,7 +56,7 @@ class GraphSpec:
         pooling: the pooling of the embedding head; None: the graph has no embedding head.
         layers: number of layers of the trunk.
         include_prompt: whether embeddings pool the tokens of a prompt, too.
-        label_size: numbers of the vector of a label (`EntityOptions`); None: the graph takes none.
+        options: the heads' sections of the manifest, by head name.
     """
 
     layout: Layout
@@ -65,7 +65,7 @@ class GraphSpec:
     pooling: Pooling | None = None
     layers: int = 0
     include_prompt: bool = True
-    label_size: int | None = None
+    options: Mapping[str, Frozen] = field(default_factory=dict)
 
 
 class ModelSizes(NamedTuple):

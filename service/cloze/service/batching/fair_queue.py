@@ -250,14 +250,14 @@ class Line:
 
 
 _FREE_CELLS = 4096
-"""Cells that a head may compute without any gain: they cost less than a further batch."""
+"""Cells of a head that cost less than a further batch, so that their padding does not count."""
 
 
 class PaddedHead(NamedTuple):
-    """What a head pads in a batch, see `HeadRequest.padded_sizes`.
+    """What a head pads in a batch; see `HeadRequest.padded_sizes`.
 
-    For example, texts of 10 and 300 words with 50 and 2 labels are 500 + 600 cells, and padded
-    2 x 300 x 50 = 30,000, so that they run apart.
+    For example, a text of 10 words with 50 labels has 500 cells, and one of 300 words with 2 labels
+    has 600. Together they have 2 x 300 x 50 = 30,000 padded cells, so they run apart.
 
     Attributes:
         sizes: the largest ones.

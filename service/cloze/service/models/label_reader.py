@@ -7,9 +7,11 @@ from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import embedding
 from cloze.service.batching.fair_queue import Queue, Submission, Terms
 from cloze.service.core import BatchResult, Float32
+from cloze.service.errors import ServiceError
 from cloze.service.tasks.label_vectors import LabelCache, LabelVectors
 
-_Vectors = dict[str, Float32]
+_Outcome = dict[str, Float32] | ServiceError
+"""The vectors by label, or why there are none."""
 
 
 class LabelReader:
@@ -27,7 +29,7 @@ class LabelReader:
         wait: Callable[[Submission], Awaitable[BatchResult]],
     ) -> None:
         self.cache, self._queue, self._wait = cache, queue, wait
-        self._running: dict[str, asyncio.Task[_Vectors]] = {}  # by each of its labels
+        self._running: dict[str, asyncio.Task[_Outcome]] = {}  # by each of its labels
 
     async def fill(self, labels: LabelVectors, terms: Terms) -> None:
         """Fill the vectors that are missing.
@@ -44,36 +46,32 @@ class LabelReader:
             own = None
             if new:
                 own = asyncio.create_task(self._compute(new, terms))
-                own.add_done_callback(_look_at_error)
                 self._running |= dict.fromkeys(new, own)
                 tasks.add(own)
             # They run on if this request is cancelled: others may wait for them too.
             await asyncio.wait(tasks)
             for task in tasks:
-                if (error := task.exception()) is None:
-                    for label in missing.keys() & task.result().keys():
+                if not isinstance(vectors := task.result(), ServiceError):
+                    for label in missing.keys() & vectors.keys():
                         row, _ = missing.pop(label)
-                        labels.array[row] = task.result()[label]
+                        labels.array[row] = vectors[label]
                 elif task is own:
-                    raise error
+                    raise vectors
 
-    async def _compute(self, encodings: Mapping[str, Encoding], terms: Terms) -> _Vectors:
+    async def _compute(self, encodings: Mapping[str, Encoding], terms: Terms) -> _Outcome:
         """Return the vectors of labels, and keep them."""
         try:
             submission = Submission(terms, [*encodings.values()])
             self._queue.submit(submission)
             outputs = (await self._wait(submission)).outputs
-            arrays = (output[embedding.HEAD.name].array for output in outputs)
-            vectors = dict(zip(encodings, arrays, strict=True))
-            for label, vector in vectors.items():
-                self.cache.keep(label, vector.copy())  # not the array of the whole batch
-            return vectors
+        except ServiceError as error:
+            return error
         finally:
             for label in encodings:
                 del self._running[label]
-
-
-def _look_at_error(task: asyncio.Task[_Vectors]) -> None:
-    """Look at the error of a task, which asyncio logs if nobody does."""
-    if not task.cancelled():
-        task.exception()
+        # Not views of the arrays of whole batches.
+        arrays = (output[embedding.HEAD.name].array.copy() for output in outputs)
+        vectors = dict(zip(encodings, arrays, strict=True))
+        for label, vector in vectors.items():
+            self.cache.keep(label, vector)
+        return vectors

@@ -180,9 +180,9 @@ class LocalModels:
                         queue = AdapterQueue(models[base].queue, bundle.key, adapters)
                         model = new[reference] = ServedModel(bundle, queue, models[base].precision)
                 elif model is None:
-                    model = new[reference] = self._open(bundle)
+                    model = new[reference] = self._open(bundle, ", ".join(bundle.manifest.tasks))
                     if bundle.label_encoder is not None:
-                        labels = self._open(bundle.label_encoder)
+                        labels = self._open(bundle.label_encoder, "the labels of entities")
                         model = new[reference] = replace(model, labels=labels)
                 models[reference] = model
         except BaseException:
@@ -191,7 +191,7 @@ class LocalModels:
         _log_adapters(model.bundle for model in new.values())
         return [models[bundle.manifest.reference] for bundle in bundles]
 
-    def _open(self, bundle: Bundle) -> ServedModel:
+    def _open(self, bundle: Bundle, use: str) -> ServedModel:
         settings, reference = self._settings, bundle.manifest.reference
         engine = self._make_engine(bundle, settings.device, settings.precision)
 
@@ -217,7 +217,7 @@ class LocalModels:
         log.info(
             "serving %s for %s on %s in %s, %s",
             reference,
-            ", ".join(bundle.manifest.tasks),
+            use,
             engine.device,
             engine.precision,
             engine.reason,

@@ -133,8 +133,9 @@ class TaskContext:
         cls, bundle: Bundle, limits: TaskLimits, tokenizer: Tokenizer | None = None
     ) -> "TaskContext":
         """Return the context of a bundle, with its own tokenizer unless one is given."""
-        encoder = bundle.label_encoder
-        labels = encoder and LabelCache(encoder.manifest, Tokenizer(encoder))
+        labels = None
+        if (encoder := bundle.label_encoder) is not None:
+            labels = LabelCache(encoder.manifest, Tokenizer(encoder))
         return cls(bundle.manifest, tokenizer or Tokenizer(bundle), limits, labels)
 
     @cached_property

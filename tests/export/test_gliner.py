@@ -23,7 +23,7 @@ from cloze.model_store.entity_spans import EntityPrompt, split_words
 from cloze.model_store.heads.embedding import EmbeddingRequest
 from cloze.model_store.heads.entities import HEAD, EntityOptions, EntityRequest
 from cloze.model_store.layouts import Layout
-from cloze.model_store.manifest import Manifest, Precision
+from cloze.model_store.manifest import BundleSpec, Manifest, Precision
 from cloze.service.text.tokenizer import Tokenizer
 from tests.support import gliner
 
@@ -175,6 +175,9 @@ def test_a_bundle_has_an_encoder_of_labels_of_its_width(store: Store) -> None:
     fields = json.loads(manifest.to_bytes()) | {"label_encoder": None}
     with pytest.raises(ValueError, match=r"label_size is 6, but the vectors .* no numbers"):
         Manifest.model_validate({n: value for n, value in fields.items() if n != "digest"})
+    outer = {n: value for n, value in dict(manifest).items() if n in BundleSpec.model_fields}
+    with pytest.raises(ValueError, match="has an encoder of labels"):
+        Manifest.model_validate({**dict(manifest), "label_encoder": outer})
     with pytest.raises(ExportError, match="takes no adapters"):
         gliner.export_kind("bi", store, adapters=("all-linear",))
 

@@ -229,6 +229,8 @@ class BundleSpec(Frozen):
     def _label_encoder_fits(self) -> Self:
         labels, options = self.label_encoder, self.heads.get(entities.HEAD.name)
         needed: int | None = getattr(options, "label_size", None)
+        if labels is not None and labels.label_encoder is not None:
+            raise ValueError("the encoder of labels has an encoder of labels")
         size = labels.embedding.dimensions if labels and labels.embedding else None
         if (labels is None) != (needed is None) or size != needed:
             raise ValueError(

@@ -53,7 +53,7 @@ _MOST_CHARACTERS: Final = 2**22
 """Most characters of the entities of a request and their labels, unless its texts have more.
 
 With several labels per span, or with spans inside others, entities repeat a text. For example, a
-word of 1 MB may have 100 labels.
+word of 1 MB may have 1,000 labels.
 """
 
 _THRESHOLD: Final = 0.5

@@ -16,7 +16,6 @@ from cloze.service.models.pipeline import task_limits
 from cloze.service.models.served_models import in_default_order
 from cloze.service.settings import Settings
 from cloze.service.tasks import TaskContext
-from cloze.service.text.tokenizer import Tokenizer
 
 
 def choose_bundle(settings: Settings, task: BulkTask, report: Callable[[str], None]) -> Bundle:
@@ -72,9 +71,7 @@ def check_parameters(
         BulkError: a parameter is wrong for the task or for the model.
     """
     try:
-        context = TaskContext(
-            bundle.manifest, Tokenizer(bundle), task_limits(settings, bundle.manifest)
-        )
+        context = TaskContext.of(bundle, task_limits(settings, bundle.manifest))
         checked = task.task.parameters(**parameters)
         task.task.prepare([task.probe(context)], checked, context)
     except ValidationError as error:

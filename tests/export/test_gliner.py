@@ -1,5 +1,7 @@
 """Exports of GLiNER: the logits of the library, all layouts of folders, and what is refused."""
 
+import itertools
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +16,14 @@ from cloze.export.errors import ExportError
 from cloze.export.graph.session import open_session
 from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.measure.scorer import GraphScorer
+from cloze.export.publish import export
 from cloze.model_store import Bundle, Store
-from cloze.model_store.batch import Encoding
+from cloze.model_store.batch import Encoding, placement_of
 from cloze.model_store.entity_spans import EntityPrompt, split_words
+from cloze.model_store.heads.embedding import EmbeddingRequest
 from cloze.model_store.heads.entities import HEAD, EntityOptions, EntityRequest
 from cloze.model_store.layouts import Layout
-from cloze.model_store.manifest import Precision
+from cloze.model_store.manifest import BundleSpec, Manifest, Precision
 from cloze.service.text.tokenizer import Tokenizer
 from tests.support import gliner
 
@@ -40,10 +44,22 @@ def graph_of(bundle: Bundle) -> GraphScorer:
 def encode(bundle: Bundle, text: str, labels: list[str]) -> Encoding:
     tokenizer, options = Tokenizer(bundle), bundle.manifest.heads[NAME]
     assert isinstance(options, EntityOptions)
-    prompt = EntityPrompt.of(tokenizer.word_ids(list(dict.fromkeys(labels))), options)
+    unique = list(dict.fromkeys(labels))
+    if (encoder := bundle.label_encoder) is not None:
+        prompt = EntityPrompt(vectors=vectors_of(encoder, unique))
+    else:
+        prompt = EntityPrompt.of(tokenizer.word_ids(unique), options)
     words = [text[slice(*place)] for place in split_words(text)]
     ids, request = prompt.sequence([ids for ids in tokenizer.word_ids(words) if ids])
     return tokenizer.encode(ids, {NAME: request})
+
+
+def vectors_of(encoder: Bundle, labels: list[str]) -> NDArray[np.float32]:
+    """Return what the encoder of labels computes of each label alone."""
+    scorer, tokenizer = graph_of(encoder), Tokenizer(encoder)
+    asked = {"embedding": EmbeddingRequest()}
+    encodings = [tokenizer.encode(ids, asked) for ids in tokenizer.word_ids(labels)]
+    return np.stack([scorer.run([one])[0]["embedding"].array for one in encodings])
 
 
 def inside(values: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -69,15 +85,19 @@ def test_ids_and_logits_are_those_of_the_library(store: Store, kind: str) -> Non
     assert worst < 1e-4
 
 
-def test_a_batch_of_other_words_and_labels_changes_nothing(store: Store) -> None:
+@pytest.mark.parametrize("kind", ["projected", "bi"])
+def test_a_batch_of_other_words_and_labels_changes_nothing(store: Store, kind: str) -> None:
     """The rows of a batch have their own numbers of words and of labels, or ask other heads."""
-    bundle = gliner.export_kind("projected", store)
+    bundle = gliner.export_kind(kind, store)
     scorer = graph_of(bundle)
     rng, batch = np.random.default_rng(1), []
     ids = rng.integers(5, 200, (4, 24), np.int32)
     asked = [((5, 6, 9, 20), (1, 3)), ((7,), (1, 2, 4, 5)), None, (tuple(range(4, 22)), (1,))]
     for row, one in zip(ids, asked, strict=True):
         requests = {} if one is None else {NAME: EntityRequest(*one)}
+        if kind == "bi" and one is not None:
+            vectors = rng.standard_normal((len(one[1]), 6), np.float32)
+            requests = {NAME: EntityRequest(one[0], vectors=vectors)}
         batch.append(Encoding(row, np.zeros_like(row), requests))
     outputs = scorer.run(batch)
     assert outputs[2] == {}
@@ -91,8 +111,9 @@ def test_a_batch_of_other_words_and_labels_changes_nothing(store: Store) -> None
 def test_a_batch_without_requests_does_not_abort_the_process(store: Store) -> None:
     """onnxruntime's LSTM aborts without a row; another process would notice."""
     bundle = gliner.export_kind("span", store)
-    feeds = HEAD.pack([], None, None)  # type: ignore[arg-type]  # nothing is asked
-    assert [feeds[one.name].shape for one in HEAD.inputs] == [(1, 0), (1,), (1, 0)]
+    nothing = placement_of(Layout.DENSE, [])
+    feeds = HEAD.pack([], nothing, bundle.manifest.graph_spec(Layout.DENSE))
+    assert [feed.shape for feed in feeds.values()] == [(1, 0), (1,), (1, 0)]
     program = f"""
 import numpy as np, onnxruntime as ort
 session = ort.InferenceSession({str(bundle.file(bundle.manifest.graph.file))!r})
@@ -104,17 +125,66 @@ print(session.run(None, feeds)[0].shape)
     assert (done.returncode, done.stdout.strip()) == (0, "(1, 0, 4, 0)"), done.stderr
 
 
-def test_int8_passes_its_gate_of_entities(store: Store) -> None:
-    bundle = gliner.export_kind("span", store, precisions=(Precision.INT8,))
+@pytest.mark.parametrize(("kind", "tokens"), [("span", 1024), ("bi", 256)])
+def test_int8_passes_its_gate_of_entities(store: Store, kind: str, tokens: int) -> None:
+    bundle = gliner.export_kind(kind, store, precisions=(Precision.INT8,))
     assert bundle.manifest.int8 is not None
     assert bundle.manifest.int8.gate.measured["entity_f1"] >= 0.9
-    assert bundle.manifest.limits.max_tokens == 1024  # beyond the 16 positions of its config.json
+    assert bundle.manifest.limits.max_tokens == tokens  # span: beyond the 16 of its config.json
+    if (encoder := bundle.label_encoder) is not None:
+        assert encoder.manifest.int8 is not None
+        assert encoder.manifest.int8.gate.measured["embedding_cosine_mean"] >= 0.995
+    assert store.open(bundle.manifest.reference) == bundle
+    again = gliner.export_kind(kind, store, precisions=(Precision.INT8,), reuse=True)
+    assert again.manifest.reference == bundle.manifest.reference
+
+
+def test_a_bi_encoder_never_reads_its_lstm(store: Store, tmp_path: Path) -> None:
+    """The library saves one, and does not call it: NaN changes nothing."""
+    file = gliner.copy_of("bi", tmp_path) / "model.safetensors"
+    tensors = load_file(file)
+    lstm = [name for name in tensors if name.startswith("rnn.")]
+    save_file(tensors | {name: torch.full_like(tensors[name], torch.nan) for name in lstm}, file)
+    assert lstm
+    original, changed = gliner.export_kind("bi", store), export(str(file.parent), "nan", store)
+    for bundle in (original, changed):
+        for case in itertools.islice(gliner.cases("bi"), 3):
+            [output] = graph_of(bundle).run([encode(bundle, case.text, case.labels)])
+            assert np.abs(inside(output[NAME].array - case.logits)).max() < 1e-4
+
+
+def test_labels_may_have_the_tokenizer_of_their_backbone(store: Store, tmp_path: Path) -> None:
+    """Older folders have only the name of the encoder of labels."""
+    folder = gliner.copy_of("bi", tmp_path, labels_encoder_config=None)
+    backbone = tmp_path / "labels"
+    (folder / "labels_tokenizer").rename(backbone)
+    with pytest.raises(ExportError, match="name a directory with both as labels_encoder"):
+        load_checkpoint(str(folder))
+    settings = json.loads((gliner.FOLDER / "bi-0/gliner_config.json").read_text())
+    (backbone / "config.json").write_text(json.dumps(settings["labels_encoder_config"]))
+    file = folder / "gliner_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "labels_encoder": str(backbone)}))
+    one, other = gliner.export_kind("bi", store), export(str(folder), "older", store)
+    assert [f.sha256 for name, f in sorted(one.manifest.files.items()) if "golden" not in name] == [
+        f.sha256 for name, f in sorted(other.manifest.files.items()) if "golden" not in name
+    ]
+
+
+def test_a_bundle_has_an_encoder_of_labels_of_its_width(store: Store) -> None:
+    manifest = gliner.export_kind("bi", store).manifest
+    fields = json.loads(manifest.to_bytes()) | {"label_encoder": None}
+    with pytest.raises(ValueError, match=r"label_size is 6, but the vectors .* no numbers"):
+        Manifest.model_validate({n: value for n, value in fields.items() if n != "digest"})
+    outer = {n: value for n, value in dict(manifest).items() if n in BundleSpec.model_fields}
+    with pytest.raises(ValueError, match="has an encoder of labels"):
+        Manifest.model_validate({**dict(manifest), "label_encoder": outer})
+    with pytest.raises(ExportError, match="takes no adapters"):
+        gliner.export_kind("bi", store, adapters=("all-linear",))
 
 
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        ({"labels_encoder": "x"}, "a second encoder for labels"),
         ({"labels_decoder": "gpt2"}, "a decoder that writes labels"),
         ({"relations_layer": "dot"}, "relations between entities"),
         ({"model_type": "gliner_streaming_span"}, "for streams"),
@@ -140,9 +210,33 @@ def test_variants_are_refused_by_name(
         load_checkpoint(str(gliner.copy_of("span", tmp_path, **config)))
 
 
-@pytest.mark.parametrize("name", ["rnn.lstm.bias_hh_l0", "prompt_rep_layer.3.weight"])
-def test_a_missing_tensor_is_refused(tmp_path: Path, name: str) -> None:
-    file = gliner.copy_of("span", tmp_path) / "model.safetensors"
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"span_mode": "token_level"}, "span_mode token_level"),
+        ({"post_fusion_schema": "l2l-l2t"}, "post_fusion_schema"),
+        ({"labels_encoder_config": {"model_type": "t5"}}, "'t5'"),
+        ({"fuse_layers": True}, "fuse_layers"),
+    ],
+)
+def test_variants_of_bi_encoders_are_refused_by_name(
+    tmp_path: Path, config: dict[str, object], named: str
+) -> None:
+    with pytest.raises(ExportError, match=named):
+        load_checkpoint(str(gliner.copy_of("bi", tmp_path, **config)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("span", "rnn.lstm.bias_hh_l0"),
+        ("span", "prompt_rep_layer.3.weight"),
+        ("bi", "prompt_rep_layer.3.weight"),
+        ("bi", "token_rep_layer.labels_projection.bias"),
+    ],
+)
+def test_a_missing_tensor_is_refused(tmp_path: Path, kind: str, name: str) -> None:
+    file = gliner.copy_of(kind, tmp_path) / "model.safetensors"
     tensors = load_file(file)
     del tensors[name]
     save_file(tensors, file)

@@ -22,6 +22,7 @@ from cloze.model_store.heads import (
     token_classification,
     token_embedding,
 )
+from cloze.model_store.heads.entities import ENTITY_LABEL_VECTORS
 from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import Precision
 from cloze.model_store.tensors import TOKEN_TYPE_IDS, TRUNK_INPUTS, TensorSpec
@@ -109,6 +110,7 @@ def test_every_tensor_of_a_graph_is_specified(
     layout = LAYOUTS[precision]
     trunk = [t for t in TRUNK_INPUTS if family == "bert" or t is not TOKEN_TYPE_IDS]
     inputs = [*trunk, *(tensor for head in heads for tensor in head.inputs)]
+    inputs.remove(ENTITY_LABEL_VECTORS)  # of a bi-encoder, in place of `ENTITY_LABELS`
     outputs = [tensor for head in heads for tensor in head.outputs]
     assert declared(list(graph.input)) == specified(inputs, layout)
     assert declared(list(graph.output)) == specified(outputs, layout)

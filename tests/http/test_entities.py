@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from starlette.testclient import TestClient
 
@@ -18,6 +19,7 @@ from cloze.service.settings import load_settings
 from cloze.service.tasks import entities
 from cloze.service.text.tokenizer import Tokenizer
 from tests.support import gliner
+from tests.support.bulk_runs import bulk, read, write
 from tests.support.released_clients import run
 from tests.support.serving import running_server
 
@@ -74,6 +76,72 @@ def test_texts_of_one_request_are_answered_like_each_alone(client: TestClient) -
     assert answers[-1] == ask(client, " \n ") == []
 
 
+def test_labels_of_a_bi_encoder_are_read_once(client: TestClient) -> None:
+    def tokens(*labels: str) -> int:
+        body = {"inputs": TEXT, "parameters": {"labels": labels}, "model": "bi"}
+        return int(client.post("/entities", json=body).headers["x-compute-tokens"])
+
+    first = tokens("city", "a new label")
+    of_text = tokens("a new label")
+    assert tokens("city", "a new label") == of_text < first
+    labels = [f"label {number}" for number in range(1000)]
+    many = ask(client, TEXT, "bi", labels=[*labels, "city"][1:], threshold=0.2)
+    one = ask(client, TEXT, "bi", labels=["city"], threshold=0.2, multi_label=True)
+    assert {e["label"] for e in many} <= {*labels, "city"}
+    assert many
+    assert one
+    assert ask(client, TEXT, "bi", labels=[*labels, "a"])["error"].startswith("labels has 1001")
+    assert len(ask(client, [TEXT, "Rain"], "bi", labels=labels, threshold=0.9)) == 2
+
+
+@pytest.mark.parametrize(
+    ("labels", "code", "named"),
+    [
+        (["a " * 95, "b"], "text_too_long", "labels[0] has 97 tokens; the model reads 96 of a"),
+        (["b", "\x01"], "invalid_value", "labels[1] has no token"),
+        ([f"{n} " * 12 for n in range(1000)], "limit_exceeded", "labels hold "),
+    ],
+)
+def test_labels_of_a_bi_encoder_have_limits(
+    client: TestClient, labels: list[str], code: str, named: str
+) -> None:
+    body = {"text": TEXT, "labels": labels, "model": "bi"}
+    answer = client.post("/gliner", json=body)
+    assert (answer.status_code, answer.headers["x-error-code"]) == (400, code), answer.text
+    assert answer.json()["error"].startswith(named)
+
+
+def test_front_ends_send_the_vectors_of_labels(store: Path, client: TestClient) -> None:
+    labels = [*LABELS, "somewhere"]
+    expected = ask(client, [TEXT, "Rain in Paris"], "bi", labels=labels, threshold=0.2)
+    with running_server(store, "--model", "bi", "--frontends", "1") as server:
+        body = {
+            "inputs": [TEXT, "Rain in Paris"],
+            "parameters": {"labels": labels, "threshold": 0.2},
+        }
+        for _ in range(2):  # computed, and known
+            answer = httpx.post(f"{server.url}/entities", json=body, timeout=60).json()
+            assert [[(e["start"], e["end"], e["label"]) for e in text] for text in answer] == [
+                [(e["start"], e["end"], e["label"]) for e in text] for text in expected
+            ]
+        redacted = httpx.post(
+            f"{server.url}/redact",
+            json={"inputs": TEXT, "parameters": {"labels": labels, "min_score": 0.2}},
+            timeout=60,
+        ).json()
+    assert expected[0]
+    assert redacted["replacements"]
+
+
+def test_bulk_runs_of_a_bi_encoder(store: Path, client: TestClient, tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", [{"text": TEXT}, {"text": "Rain"}])
+    labels = [word for label in LABELS for word in ("--label", label)]
+    found = tmp_path / "found"
+    done = bulk(store, "entities", rows, "--model", "bi", *labels, "--output", found)
+    assert done.exit_code == 0, done.output
+    assert [row["entities"] for row in read(found)] == ask(client, [TEXT, "Rain"], "bi")
+
+
 def test_descriptions_are_read_in_place_of_labels(client: TestClient) -> None:
     described = ask(client, TEXT, labels=dict(zip("abc", LABELS, strict=True)), threshold=0.1)
     named = [
@@ -109,7 +177,7 @@ def test_names_of_special_tokens_are_text(client: TestClient, store: Path) -> No
         assert {one["label"] for one in answer} <= {*labels}
 
 
-@pytest.mark.parametrize("kind", ["span", "token", "marker"])
+@pytest.mark.parametrize("kind", ["span", "token", "marker", "bi"])
 def test_a_long_text_is_cut_or_divided(client: TestClient, kind: str) -> None:
     """The marker kind reads 96 tokens; the others read 384 words."""
     text = f"{TEXT} Rain and {TEXT} " * 30

@@ -15,7 +15,7 @@ from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Bundle, Store
 
 FOLDER = Path(__file__).parents[1] / "gliner"
-KINDS = ("span", "marker", "token", "projected", "layout-a")
+KINDS = ("span", "marker", "token", "projected", "layout-a", "bi")
 
 Decoding = tuple[float, bool, bool, list[list[int]]]
 

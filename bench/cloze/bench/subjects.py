@@ -18,7 +18,6 @@ from cloze.service.models.pipeline import task_limits
 from cloze.service.models.served_models import batch_tokens, onnx_engine
 from cloze.service.settings import Settings
 from cloze.service.tasks import Task, TaskContext
-from cloze.service.text.tokenizer import Tokenizer
 
 _WARM_UP_RUNS = 20
 """Runs of the engine before its latencies count."""
@@ -75,7 +74,7 @@ class EngineAlone:
             max_request_tokens=_UNLIMITED,
             max_request_texts=_UNLIMITED,
         )
-        context = TaskContext(bundle.manifest, Tokenizer(bundle), limits)
+        context = TaskContext.of(bundle, limits)
         prepared = model.task.prepare(list(texts), model.task.parameters(), context)
         self._encodings: list[Encoding] = prepared.encodings
         budget = batch_tokens(bundle, self._engine, settings)

@@ -158,6 +158,7 @@ class GraphWriter:
 
     Args:
         weights: the storage of matrices; the model must be rounded already (`round_weights`).
+        prefix: what the names of the files begin with.
     """
 
     def __init__(
@@ -168,9 +169,10 @@ class GraphWriter:
         folder: Path,
         weights: Weights = Weights.FP32,
         scales: Mapping[str, InputScale] | None = None,
+        prefix: str = "",
     ) -> None:
         self._model, self._recipe, self._heads = model, recipe, heads
-        self._folder, self._weights = folder, weights
+        self._folder, self._weights, self._prefix = folder, weights, prefix
         self._scales = scales or {}
         self._stored: dict[str, StoredWeight] = {}
 
@@ -209,7 +211,8 @@ class GraphWriter:
         if adapted is not None:
             graph.output(graph.gather(HIDDEN_ROWS), HIDDEN, H=config.hidden_size)
         suffix = SUFFIXES[precision] + ("" if adapted is None else "-adapters")
-        file, weights_file = f"{layout.value}{suffix}.onnx", f"weights{suffix}.bin"
+        file = f"{self._prefix}{layout.value}{suffix}.onnx"
+        weights_file = f"{self._prefix}weights{suffix}.bin"
         self._stored |= g.save(self._folder / file, self._folder / weights_file, self._stored)
         return Graph(
             file=file,

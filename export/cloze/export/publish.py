@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from cloze.export.adapters import AdaptedModel
@@ -15,10 +16,11 @@ from cloze.export.graph.linear_ops import InputScale
 from cloze.export.graph.session import open_session
 from cloze.export.heads import EMBEDDING
 from cloze.export.heads.embedding import EmbeddingRecipe
+from cloze.export.heads.entities import GATE_LABELS
 from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.load.weights import NO_TENSORS
 from cloze.export.measure.pairs import ScoredPair
-from cloze.export.measure.scorer import GraphScorer
+from cloze.export.measure.scorer import PLAIN, Floats, GraphScorer, row_arrays
 from cloze.export.measure.texts import GateTexts
 from cloze.export.model import LAYOUTS, GraphWriter, Model, TorchScorer
 from cloze.model_store import manifest
@@ -34,6 +36,8 @@ from cloze.model_store.store import Bundle, Store, StoreError
 
 TOKENIZER_FILE = "tokenizer.json"
 CARD_FILE = "README.md"
+_LABELS = "labels-"
+"""What the names of the files of an encoder of labels begin with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,13 @@ _DEFAULT_OPTIONS = ExportOptions()
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One export after its heads are chosen and its weights are rounded."""
+    """One export after its heads are chosen and its weights are rounded.
+
+    Attributes:
+        prefix: what the names of its files begin with, but that of the model card.
+        labels: the encoder of labels of a bi-encoder.
+        label_vectors: its vectors of the labels of the gate, before weights are rounded.
+    """
 
     options: ExportOptions
     checkpoint: Checkpoint
@@ -86,6 +96,9 @@ class _Job:
     limits: Limits
     scales: dict[str, InputScale]
     adapted: AdaptedModel | None
+    prefix: str = ""
+    labels: "_Job | None" = None
+    label_vectors: Floats | None = None
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -124,17 +137,25 @@ def export(
     job = _round(checkpoint, heads, options)
     with store.staging() as folder:
         graphs, adapters = _write_graphs(job, folder, report)
+        if job.labels is not None:
+            label_graphs, _ = _write_graphs(job.labels, folder, report)
         stored = _stored(name, job, store, folder) if options.reuse else None
         if stored is not None:
             report(f"the store has this export as {stored.manifest.reference}; nothing is written")
             return stored
-        sections = {precision: _verify(job, folder, graph) for precision, graph in graphs.items()}
-        described = _describe_model(name, job) | sections.pop(Precision.FP32)
-        described |= {
-            each: manifest.LowerPrecision(**section) for each, section in sections.items()
-        }
-        spec = manifest.BundleSpec(**described, source=checkpoint.source, adapters=adapters)
-        return store.publish(folder, spec)
+        spec = _describe(name, job, folder, graphs)
+        if job.labels is not None:
+            labels = _describe(name, job.labels, folder, label_graphs)
+            spec |= {"label_encoder": manifest.BundleSpec(**labels)}
+        return store.publish(folder, manifest.BundleSpec(**spec, adapters=adapters))
+
+
+def _describe(name: str, job: _Job, folder: Path, graphs: dict[Precision, Graph]) -> dict[str, Any]:
+    """Verify the graphs of a job; return the fields of its bundle."""
+    sections = {precision: _verify(job, folder, graph) for precision, graph in graphs.items()}
+    fields = _describe_model(name, job) | sections.pop(Precision.FP32)
+    lower = {each: manifest.LowerPrecision(**section) for each, section in sections.items()}
+    return fields | lower | {"source": job.checkpoint.source}
 
 
 def _stored(name: str, job: _Job, store: Store, folder: Path) -> Bundle | None:
@@ -147,11 +168,14 @@ def _stored(name: str, job: _Job, store: Store, folder: Path) -> Bundle | None:
         return None
     try:
         newest = store.manifest(name)
-        parities = (newest.parity, *(lower.parity for lower in newest.lower_precisions()))
-        goldens = {parity.golden_file for parity in parities}
+        pairs = [(newest, job), (newest.label_encoder, job.labels)]
+        encoders = [(spec, job) for spec, job in pairs if spec is not None and job is not None]
+        goldens = {parity.golden_file for spec, _ in encoders for parity in spec.parities()}
         stored = {file: s.sha256 for file, s in newest.files.items() if file not in goldens}
         is_equal = stored == {file.name: sha256_of(file) for file in folder.iterdir()} and all(
-            getattr(newest, field) == value for field, value in _describe_model(name, job).items()
+            getattr(spec, field) == value
+            for spec, job in encoders
+            for field, value in _describe_model(name, job).items()
         )
         return store.open(newest.reference) if is_equal else None
     except StoreError:  # there is none, or it is damaged
@@ -177,6 +201,8 @@ def _choose_heads(checkpoint: Checkpoint, options: ExportOptions) -> tuple[Head,
         raise ExportError(
             "weights int8 are those of the int8 graph: ask for --precision int8 as well"
         )
+    if checkpoint.label_encoder is not None and options.adapters:
+        raise ExportError("a bi-encoder of labels and texts takes no adapters: leave them out")
     if options.pairs and EMBEDDING not in {head.name for head in heads}:
         raise ExportError(
             "scored pairs are ranked by embeddings, which this export has not: "
@@ -225,7 +251,33 @@ def _round(checkpoint: Checkpoint, heads: tuple[Head, ...], options: ExportOptio
     if is_rounded:
         round_weights(model, recipe, options.weights, scales)
     adapted = AdaptedModel.of(model, options.adapters) if options.adapters else None
-    return _Job(options, checkpoint, original, heads, _limits(checkpoint), scales, adapted)
+    job = _Job(options, checkpoint, original, heads, _limits(checkpoint), scales, adapted)
+    if (labels := checkpoint.label_encoder) is None:
+        return job
+    vectors = _gate_vectors(labels)
+    of_labels = replace(options, tasks=(), pairs=())
+    labels_job = replace(_round(labels, labels.heads, of_labels), prefix=_LABELS)
+    return replace(job, labels=labels_job, label_vectors=vectors)
+
+
+def _gate_vectors(labels: Checkpoint) -> Floats:
+    """Return the vectors [l, d] of the labels of the gate of entities."""
+    texts = _gate_texts(labels, _limits(labels))
+    rows = [texts.row(texts.word_ids(label)) for label in GATE_LABELS]
+    scorer = TorchScorer(labels.model, torch.device("cpu"), labels.recipe)
+    return np.stack(row_arrays(scorer, EMBEDDING, rows, PLAIN))
+
+
+def _gate_texts(checkpoint: Checkpoint, limits: Limits, **others: Any) -> GateTexts:
+    """Return the texts of the quality gate as tokens of a checkpoint."""
+    return GateTexts(
+        checkpoint.tokenizer.tokenizer,
+        type_vocab_size=checkpoint.model.config.type_vocab_size,
+        mask_id=checkpoint.tokenizer.mask_id,
+        max_tokens=limits.max_tokens,
+        options=checkpoint.options,
+        **others,
+    )
 
 
 def _write_graphs(
@@ -236,11 +288,18 @@ def _write_graphs(
     Return the graphs without adapters, and the manifest's section about those that take adapters.
     """
     checkpoint, options = job.checkpoint, job.options
-    checkpoint.tokenizer.tokenizer.save(str(folder / TOKENIZER_FILE), pretty=False)
+    file = folder / f"{job.prefix}{TOKENIZER_FILE}"
+    checkpoint.tokenizer.tokenizer.save(str(file), pretty=False)
     if checkpoint.card is not None:
         (folder / CARD_FILE).write_text(checkpoint.card, encoding="utf-8")
     writer = GraphWriter(
-        checkpoint.model, checkpoint.recipe, job.heads, folder, options.weights, job.scales
+        checkpoint.model,
+        checkpoint.recipe,
+        job.heads,
+        folder,
+        options.weights,
+        job.scales,
+        job.prefix,
     )
     graphs = {}
     for precision in (Precision.FP32, *options.lower_precisions):
@@ -272,19 +331,12 @@ def _verify(job: _Job, folder: Path, graph: Graph) -> dict[str, Any]:
     """Compare a graph with torch, a rounded one also with the checkpoint; return its fields."""
     options = job.options
     session = open_session(folder / graph.file, graph.layout, cuda=options.cuda)
-    subject = GraphUnderTest(graph, job.checkpoint, job.heads, job.limits.max_tokens)
+    subject = GraphUnderTest(graph, job.checkpoint, job.heads, job.limits.max_tokens, job.prefix)
     parity = verify(folder, subject, session)
     if graph.precision is Precision.FP32 and options.weights is Weights.FP32:
         return {"graph": graph, "parity": parity}  # nothing was rounded
-    checkpoint = job.checkpoint
-    texts = GateTexts(
-        checkpoint.tokenizer.tokenizer,
-        type_vocab_size=checkpoint.model.config.type_vocab_size,
-        mask_id=checkpoint.tokenizer.mask_id,
-        max_tokens=job.limits.max_tokens,
-        scored_pairs=options.pairs,
-        options=checkpoint.options,
-    )
+    others = {"scored_pairs": options.pairs, "label_vectors": job.label_vectors}
+    texts = _gate_texts(job.checkpoint, job.limits, **others)
     model, recipe = job.original
     before = TorchScorer(model, torch.device("cpu"), recipe)
     after, title = GraphScorer(session, subject.spec), f"{graph.precision} graph"
@@ -303,7 +355,7 @@ def _describe_model(name: str, job: _Job) -> dict[str, Any]:
         "tasks": job.tasks,
         "architecture": _architecture(checkpoint),
         "license": checkpoint.license,
-        "tokenizer": _tokenizer_spec(checkpoint),
+        "tokenizer": _tokenizer_spec(checkpoint, f"{job.prefix}{TOKENIZER_FILE}"),
         "limits": job.limits,
         "embedding": _embedding(checkpoint, job.limits) if EMBEDDING in names else None,
         "tables": {
@@ -334,10 +386,10 @@ def _architecture(checkpoint: Checkpoint) -> manifest.Architecture:
     return manifest.Architecture(**sizes, parameters=parameters)
 
 
-def _tokenizer_spec(checkpoint: Checkpoint) -> manifest.TokenizerSpec:
+def _tokenizer_spec(checkpoint: Checkpoint, file: str) -> manifest.TokenizerSpec:
     tokenizer, special = checkpoint.tokenizer, checkpoint.tokenizer.special
     return manifest.TokenizerSpec(
-        file=TOKENIZER_FILE,
+        file=file,
         vocab_size=tokenizer.size,
         lowercase=tokenizer.lowercase,
         cls_id=special.cls,

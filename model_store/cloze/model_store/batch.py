@@ -40,6 +40,11 @@ class Encoding:
         return len(self.input_ids)
 
     @property
+    def padded_sizes(self) -> dict[str, tuple[int, ...]]:
+        """The sizes that heads pad to the largest ones of a batch, by head name."""
+        return {name: one.padded_sizes for name, one in self.requests.items() if one.padded_sizes}
+
+    @property
     def vocabulary_rows(self) -> int:
         """Number of rows that heads expand to the size of the vocabulary."""
         return sum([request.vocabulary_rows for request in self.requests.values()])

@@ -33,16 +33,21 @@ class EntityPrompt:
     """The start of the sequences for some labels.
 
     Attributes:
-        ids: without the start token; the last one is the marker before the words.
+        ids: without the start token; the last one is the marker before the words. A bi-encoder has
+            none.
         labels: positions of the rows of the labels in a sequence.
+        vectors: of a bi-encoder, the vectors [l, d] of the labels.
     """
 
-    ids: Sequence[int]
-    labels: Sequence[int]
+    ids: Sequence[int] = ()
+    labels: Sequence[int] = ()
+    vectors: Floats | None = None
 
     @classmethod
     def of(cls, labels: Sequence[Sequence[int]], options: EntityOptions) -> "EntityPrompt":
-        """Return the prompt of labels by their token ids."""
+        """Return the prompt of labels by their token ids, unless the model is a bi-encoder."""
+        assert options.ent_id is not None
+        assert options.sep_id is not None
         ids: list[int] = []
         rows = []
         for label in labels:
@@ -61,7 +66,7 @@ class EntityPrompt:
         for word in words:
             positions.append(1 + len(ids))
             ids += word
-        return ids, EntityRequest(tuple(positions), self.labels)
+        return ids, EntityRequest(tuple(positions), self.labels, self.vectors)
 
 
 def fitting(words: Sequence[Sequence[int]], room: int) -> list[Sequence[int]]:

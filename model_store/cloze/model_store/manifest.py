@@ -27,6 +27,7 @@ from cloze.model_store.heads import (
     GraphSpec,
     Head,
     embedding,
+    entities,
     heads_of_tasks,
     masked_lm,
     sequence_classification,
@@ -129,6 +130,11 @@ class BundleSpec(Frozen):
     heads: dict[str, SerializeAsAny[Frozen]] = Field(
         {}, description="options of heads, such as their labels, by head name"
     )
+    label_encoder: "BundleSpec | None" = Field(
+        None,
+        description="of a bi-encoder: the encoder that embeds labels for the task entities, a "
+        "bundle in the same folder; its files begin with labels-",
+    )
 
     @field_validator("heads", mode="before")
     @classmethod
@@ -178,6 +184,7 @@ class BundleSpec(Frozen):
             pooling=self.embedding.pooling if self.embedding else None,
             layers=self.architecture.layers,
             include_prompt=self.embedding is None or self.embedding.include_prompt,
+            options=self.heads,
         )
 
     def table_shapes(self) -> dict[str, tuple[int, int]]:
@@ -200,6 +207,10 @@ class BundleSpec(Frozen):
         """Return the bundle's graphs of lower precision."""
         return [lower for lower in (self.int8, self.fp16) if lower is not None]
 
+    def parities(self) -> list[Parity]:
+        """Return the measured differences of all graphs from torch."""
+        return [self.parity, *(lower.parity for lower in self.lower_precisions())]
+
     @model_validator(mode="after")
     def _sizes_agree(self) -> Self:
         sizes = [
@@ -212,6 +223,20 @@ class BundleSpec(Frozen):
         for name, size, limit in sizes:
             if size > limit:
                 raise ValueError(f"{name} is {size}; the model's limit is {limit}")
+        return self
+
+    @model_validator(mode="after")
+    def _label_encoder_fits(self) -> Self:
+        labels, options = self.label_encoder, self.heads.get(entities.HEAD.name)
+        needed: int | None = getattr(options, "label_size", None)
+        if labels is not None and labels.label_encoder is not None:
+            raise ValueError("the encoder of labels has an encoder of labels")
+        size = labels.embedding.dimensions if labels and labels.embedding else None
+        if (labels is None) != (needed is None) or size != needed:
+            raise ValueError(
+                f"heads.entities.label_size is {needed}, but the vectors of label_encoder have "
+                f"{size or 'no'} numbers"
+            )
         return self
 
     @model_validator(mode="after")
@@ -287,6 +312,8 @@ class Manifest(BundleSpec):
 
     def _limited_files(self) -> Iterator[tuple[str, int]]:
         """Yield each file that the manifest names, and the most bytes of such a file."""
+        if (labels := self.label_manifest) is not None:
+            yield from labels._limited_files()
         yield self.tokenizer.file, MAX_TOKENIZER_BYTES
         sections: list[Manifest | LowerPrecision] = [self, *self.lower_precisions()]
         for section in sections:
@@ -297,6 +324,18 @@ class Manifest(BundleSpec):
                 yield graph.file, MAX_GRAPH_BYTES
             if self.adapters.tensors_file is not None:
                 yield self.adapters.tensors_file, MAX_ADAPTER_BYTES
+
+    @property
+    def label_manifest(self) -> "Manifest | None":
+        """The manifest of the encoder of labels as a bundle; None: the model is no bi-encoder."""
+        if self.label_encoder is None:
+            return None
+        return Manifest(
+            **dict(self.label_encoder),
+            version=self.version,
+            created=self.created,
+            files=self.files,
+        )
 
     @property
     def reference(self) -> str:
@@ -334,7 +373,7 @@ class Manifest(BundleSpec):
             fields["heads"] = True
         elif isinstance(labels, SequenceLabels) and labels.raw_scores is None:
             fields["heads"] = {sequence_classification.HEAD.name: {"raw_scores"}}
-        for section in ("tables", "adapters"):
+        for section in ("tables", "adapters", "label_encoder"):
             if getattr(self, section) is None:
                 fields[section] = True
         if self.tokenizer.second_type is None:

@@ -57,6 +57,12 @@ class Bundle:
         """Return the path of one of the manifest's files."""
         return self.path / name
 
+    @property
+    def label_encoder(self) -> "Bundle | None":
+        """The encoder of labels of a bi-encoder, whose files are among this bundle's; else None."""
+        manifest = self.manifest.label_manifest
+        return None if manifest is None else Bundle(manifest, self.path)
+
 
 class Store:
     """The bundles under one folder."""

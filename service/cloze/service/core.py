@@ -93,7 +93,7 @@ class BatchFill(StrEnum):
     SHARE = "share"  # idle workers took the others
     TOKENS = "tokens"  # its tokens
     VOCABULARY = "vocabulary"  # its rows of the vocabulary
-    PADDING = "padding"  # the padding that its longest sequence would cause
+    PADDING = "padding"  # the padding of its longest sequence, or of its largest request to a head
     CANARY = "canary"  # it is a golden batch, which ran because nothing else did
     ERROR = "error"  # it is a half of a batch on which the engine raised
 

@@ -357,7 +357,7 @@ class Service:
     @property
     def dead_reason(self) -> str | None:
         """Why an engine is dead; None while all engines run."""
-        reasons = (p.model.queue.dead_reason for p in self.snapshot.models.pipelines)
+        reasons = (q.dead_reason for p in self.snapshot.models.pipelines for q in p.model.queues)
         return next((reason for reason in reasons if reason is not None), None)
 
     def why_unready(self) -> errors.ServiceError | None:

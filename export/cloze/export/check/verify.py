@@ -83,12 +83,14 @@ class GraphUnderTest:
     Attributes:
         checkpoint: the graph's checkpoint, which torch runs in fp32 for every precision.
         max_tokens: the longest sequence that the graph must support.
+        prefix: what the name of the golden file begins with.
     """
 
     graph: Graph
     checkpoint: Checkpoint
     heads: Sequence[Head]
     max_tokens: int
+    prefix: str = ""
 
     @property
     def spec(self) -> GraphSpec:
@@ -100,6 +102,7 @@ class GraphUnderTest:
             pooling=self.checkpoint.recipe.pooling,
             layers=self.checkpoint.model.config.layers,
             include_prompt=self.checkpoint.recipe.include_prompt,
+            options=self.checkpoint.options,
         )
 
 
@@ -113,7 +116,7 @@ def verify(folder: Path, subject: GraphUnderTest, session: Session | None = None
     session = session or open_session(folder / graph.file, graph.layout)
     longest = subject.max_tokens
     rng = np.random.default_rng(0)
-    golden_file = f"golden{SUFFIXES[graph.precision]}.json"
+    golden_file = f"{subject.prefix}golden{SUFFIXES[graph.precision]}.json"
     tolerances = [TOLERANCES[graph.precision]]
     worst: dict[str, float] = {}
     golden = []

@@ -3,6 +3,9 @@
 The torch modules form the vector of each span, like the library gliner 0.2.29. The graph does not:
 with W1 = [U | V], the first layer of the output of a span is ``U relu(s_i) + V relu(e_j) + b``,
 so that each word is multiplied once, and a span costs one addition.
+
+A bi-encoder gets the vectors of labels as they are multiplied with spans: `label_recipe` computes
+them. Its LSTM, whose tensors checkpoints have, is never used.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +17,7 @@ from onnx import TensorProto
 from torch import Tensor, nn
 
 from cloze.export.graph.builder import GraphBuilder, linear
+from cloze.export.heads.embedding import EmbeddingRecipe, Projection
 from cloze.export.heads.head import ExportHead, HeadBatch, HeadGraph, HeadSetup, SampleSizes
 from cloze.export.measure.scorer import Row, Scorer, run_rows
 from cloze.export.measure.texts import SENTENCES, GateTexts
@@ -38,18 +42,22 @@ class SpanScorer(nn.Module):
 
     Args:
         is_marker: whether the layers are those of ``marker``, and not of ``markerV0``.
+        reads_rows: whether labels are rows of the encoder, and not the vectors of a bi-encoder.
     """
 
-    def __init__(self, size: int, max_width: int, *, is_marker: bool) -> None:
+    def __init__(
+        self, size: int, max_width: int, *, is_marker: bool, reads_rows: bool = True
+    ) -> None:
         super().__init__()
         self.max_width, inner = max_width, size * (2 if is_marker else 4)
         self.start, self.end = mlp(inner, size, size), mlp(inner, size, size)
         out = nn.Linear(2 * size, size) if is_marker else mlp(4 * size, 2 * size, size)
         self.out: nn.Linear | nn.Sequential = out
-        self.label = mlp(4 * size, size, size)
+        self.label = mlp(4 * size, size, size) if reads_rows else None
 
     def forward(self, words: Tensor, counts: Tensor, labels: Tensor) -> Tensor:
         """Return the logits [e, w, K, l] of words [e, w, D], by their counts, and labels."""
+        queries = labels if self.label is None else self.label(labels)
         start, end = self.start(words), self.end(words).relu()
         count, width = words.shape[1], self.max_width
         # Behind the last word, the end of a span is 0, whatever the other texts of the batch.
@@ -58,12 +66,14 @@ class SpanScorer(nn.Module):
         following = torch.stack([following[:, k : k + count] for k in range(width)], 2)
         first = start.relu()[:, :, None].expand_as(following)
         vectors = self.out(torch.cat([first, following], -1))
-        scores: Tensor = torch.einsum("ewkd,eld->ewkl", vectors, self.label(labels))
+        scores: Tensor = torch.einsum("ewkd,eld->ewkl", vectors, queries)
         return scores
 
     def write(self, g: GraphBuilder, words: str, counts: str, labels: str) -> str:
         """Write the logits [e, w, K, l]."""
-        queries = _write_mlp(g, labels, "entities.label", self.label)
+        queries = labels
+        if self.label is not None:
+            queries = _write_mlp(g, labels, "entities.label", self.label)
         first = self.out if isinstance(self.out, nn.Linear) else cast(nn.Linear, self.out[0])
         half = first.in_features // 2
         start, end = (
@@ -216,7 +226,8 @@ class EntityHead(nn.Module):
     def forward(self, words: Tensor, counts: Tensor, labels: Tensor) -> Tensor:
         """Return the logits [e, w, k, l] of words [e, w, H], by their counts, and labels."""
         if self.projection is not None:
-            words, labels = self.projection(words), self.projection(labels)
+            words = self.projection(words)
+            labels = self.projection(labels) if self.options.label_size is None else labels
         if self.lstm is not None and words.shape[1]:
             lengths = counts.clamp(min=1)
             packed = nn.utils.rnn.pack_padded_sequence(words, lengths, True, False)
@@ -230,11 +241,14 @@ def _write(head: EntityHead, graph: HeadGraph) -> None:
     g = graph.g
     words = graph.gather(entities.ENTITY_WORDS)
     counts = graph.input(entities.ENTITY_WORD_COUNTS)
-    labels = graph.gather(entities.ENTITY_LABELS)
-    if head.projection is not None:
-        words, labels = (
-            linear(g, x, "entities.projection", head.projection) for x in (words, labels)
-        )
+    has_rows, projection = head.options.label_size is None, head.projection
+    if has_rows:
+        labels = graph.gather(entities.ENTITY_LABELS)
+    else:
+        labels = graph.input(entities.ENTITY_LABEL_VECTORS)
+    if projection is not None:
+        words = linear(g, words, "entities.projection", projection)
+        labels = linear(g, labels, "entities.projection", projection) if has_rows else labels
     if head.lstm is not None:
         words = _write_lstm(g, words, counts, head.lstm)
     scores = head.scorer.write(g, words, counts, labels)
@@ -276,12 +290,12 @@ def _gates(rows: Tensor) -> Tensor:
 
 
 def _reference(head: EntityHead, batch: HeadBatch) -> dict[str, Tensor]:
-    spec = GraphSpec(batch.placement.layout, (), token_types=False)
+    size, options = head.options.label_size, {entities.HEAD.name: head.options}
+    spec = GraphSpec(batch.placement.layout, (), token_types=False, options=options)
     feeds = entities.HEAD.pack(batch.requests, batch.placement, spec)
-    words, counts, labels = (
-        torch.from_numpy(feeds[one.name]).long() for one in entities.HEAD.inputs
-    )
-    scores = head(batch.rows[words], counts, batch.rows[labels])
+    words, counts, labels = map(torch.from_numpy, feeds.values())
+    labels = batch.rows[labels.long()] if size is None else labels.to(batch.rows)
+    scores = head(batch.rows[words.long()], counts.long(), labels)
     return {entities.ENTITY_SCORES.name: scores}
 
 
@@ -289,8 +303,13 @@ def _sample(rng: np.random.Generator, sizes: SampleSizes) -> EntityRequest:
     """Return a request for some of a sequence's tokens; any of them may stand for words."""
     count = int(rng.integers(1, max(2, sizes.tokens // 2)))
     words = rng.choice(sizes.tokens, count, replace=False)
-    labels = rng.integers(0, sizes.tokens, int(rng.integers(1, 6)))
-    return EntityRequest(tuple(sorted(words.tolist())), tuple(labels.tolist()))
+    positions, number = tuple(sorted(words.tolist())), int(rng.integers(1, 6))
+    options = sizes.options[entities.HEAD.name]
+    assert isinstance(options, EntityOptions)
+    if (size := options.label_size) is not None:
+        vectors = rng.standard_normal((number, size), np.float32)
+        return EntityRequest(positions, vectors=vectors)
+    return EntityRequest(positions, tuple(rng.integers(0, sizes.tokens, number).tolist()))
 
 
 # ---- the quality gate ----------------------------------------------------------------------------
@@ -307,14 +326,14 @@ def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, f
     """Return the F1 of the graph's entities; those of the checkpoint are taken for right."""
     options = texts.options[entities.HEAD.name]
     assert isinstance(options, EntityOptions)
-    labels, *sentences = (
-        [texts.word_ids(word) for word in words]
-        for words in (
-            GATE_LABELS,
-            *([text[slice(*at)] for at in entity_spans.split_words(text)] for text in SENTENCES),
-        )
-    )
-    prompt = EntityPrompt.of(labels, options)
+    sentences = [
+        [texts.word_ids(text[slice(*at)]) for at in entity_spans.split_words(text)]
+        for text in SENTENCES
+    ]
+    if texts.label_vectors is None:
+        prompt = EntityPrompt.of([texts.word_ids(label) for label in GATE_LABELS], options)
+    else:
+        prompt = EntityPrompt(vectors=texts.label_vectors)
     room = texts.max_tokens - TEXT_TOKENS - len(prompt.ids)
     sequences = [prompt.sequence(entity_spans.fitting(words, room)) for words in sentences]
     rows = [texts.row(ids) for ids, _ in sequences]
@@ -345,6 +364,23 @@ def f1(expected: set[Entity], found: set[Entity]) -> float:
     """Return 2 tp / (expected + found); 1 if there are no entities at all."""
     count = len(expected) + len(found)
     return 2 * len(expected & found) / count if count else 1.0
+
+
+def label_recipe(layers: nn.ModuleDict) -> EmbeddingRecipe:
+    """Return how a bi-encoder embeds a label: the mean of all tokens, and the layers after it.
+
+    The library projects tokens before their mean, which is the same.
+
+    Args:
+        layers: ``label``, an `mlp`, and ``projection`` if labels have another width than words.
+    """
+    label = cast(nn.Sequential, layers["label"])
+    steps = [(label[0], "ReLU"), (label[3], "Identity")]
+    if "projection" in layers:
+        steps.insert(0, (layers["projection"], "Identity"))
+    linears = [(cast(nn.Linear, layer), activation) for layer, activation in steps]
+    made = [Projection(one.weight, one.bias, activation) for one, activation in linears]
+    return EmbeddingRecipe(steps=tuple(made), normalize=False)
 
 
 def _make(setup: HeadSetup) -> EntityHead:

@@ -34,7 +34,7 @@ from cloze.export.load.source import (
 from cloze.export.load.tokenizer import CheckpointTokenizer, load_tokenizer, lower_cased
 from cloze.export.load.weights import load_model, named_classes
 from cloze.export.model import Model, head_module
-from cloze.model_store.heads import Head, entities, lexical, multi_vector
+from cloze.model_store.heads import Head, embedding, entities, lexical, multi_vector
 from cloze.model_store.heads.head import Frozen
 from cloze.model_store.manifest import Source
 from cloze.model_store.peft import CONFIG_FILE, TENSORS_FILE
@@ -58,6 +58,7 @@ class Checkpoint:
         license: the license in the front matter of the model card; None: the card names none.
         card: the model card; None: the checkpoint has no card.
         broken_promise: what ``config.json`` promises and the checkpoint lacks; "" for nothing.
+        label_encoder: of a bi-encoder, the encoder that embeds labels for the entity head.
     """
 
     model: Model
@@ -72,6 +73,7 @@ class Checkpoint:
     card: str | None
     notes: tuple[str, ...]
     broken_promise: str = ""
+    label_encoder: "Checkpoint | None" = None
 
 
 def load_checkpoint(
@@ -104,6 +106,7 @@ def load_checkpoint(
     if gliner is not None:
         tensors = gliner_files.renamed(read_tensors(weight_files(gliner.path)))
         given = gliner.encoder_settings(tensors)
+    label_tensors = gliner_files.take_labels(tensors) if gliner and gliner.is_bi_encoder else None
     given |= folder.of_encoder.of_config
     family, config, settings, defaults = _read_config(folder.encoder, given)
     if gliner is not None:
@@ -135,7 +138,7 @@ def load_checkpoint(
     heads = _heads_of(model)
     card = _read_card(files.folder) or _read_card(base.folder)
     promises = adapter.tensors if adapter is not None else folder.recipe is None
-    return Checkpoint(
+    checkpoint = Checkpoint(
         model=model.eval(),
         tokenizer=tokenizer,
         recipe=recipe or EmbeddingRecipe(),
@@ -148,6 +151,41 @@ def load_checkpoint(
         card=card,
         notes=(*FAMILIES.problems, *notes),
         broken_promise=_broken_promise(heads, family, settings) if promises else "",
+    )
+    if gliner is None or label_tensors is None:
+        return checkpoint
+    labels = _load_labels(gliner, label_tensors, checkpoint)
+    notes = [f"labels: {note}" for note in labels.notes]
+    return replace(checkpoint, label_encoder=labels, notes=(*checkpoint.notes, *notes))
+
+
+def _load_labels(
+    gliner: GlinerFolder, tensors: dict[str, Tensor], checkpoint: Checkpoint
+) -> Checkpoint:
+    """Return the encoder of labels of a bi-encoder, by its tensors."""
+    given = gliner.label_settings(tensors)
+    family, config, settings, defaults = _read_config(gliner.path, given)
+    tokenizer = _with_types_of(config, settings, load_tokenizer(gliner.label_tokenizer))
+    _check_vocabulary(tokenizer, config)
+    recipe = gliner.read_label_recipe(tensors, config.hidden_size)
+    model, notes = load_model(tensors, family, config, settings)
+    source = checkpoint.source.model_copy(
+        update={
+            "settings_sha256": None,
+            "encoder_sha256": encoder_sha256(model),
+            "parts_sha256": {},
+        }
+    )
+    return replace(
+        checkpoint,
+        model=model.eval(),
+        tokenizer=tokenizer,
+        recipe=recipe,
+        heads=(embedding.HEAD,),
+        default_heads=(embedding.HEAD,),
+        options={},
+        source=source,
+        notes=(*notes, *defaults, *tokenizer.notes),
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from cloze.export.measure.pairs import ScoredPair
-from cloze.export.measure.scorer import Row
+from cloze.export.measure.scorer import Floats, Row
 from cloze.model_store.heads.head import Frozen
 
 _TEXTS = json.loads(Path(__file__).with_name("gate-texts.json").read_text(encoding="utf-8"))
@@ -27,6 +27,7 @@ class GateTexts:
         max_tokens: the longest sequence.
         scored_pairs: sentence pairs with similarity scores (STS-B) to rank; may be empty.
         options: the heads' sections of the manifest, by head name.
+        label_vectors: of a bi-encoder, the vectors [l, d] of the labels of the gate of entities.
     """
 
     def __init__(
@@ -38,12 +39,14 @@ class GateTexts:
         max_tokens: int,
         scored_pairs: Sequence[ScoredPair] = (),
         options: Mapping[str, Frozen] = MappingProxyType({}),
+        label_vectors: Floats | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.mask_id = mask_id
         self.max_tokens = max_tokens
         self.scored_pairs = scored_pairs
         self.options = options
+        self.label_vectors = label_vectors
         self._truncating = Tokenizer.from_str(tokenizer.to_str())
         self._truncating.enable_truncation(max_tokens)
         self._largest_type = max(0, type_vocab_size - 1)

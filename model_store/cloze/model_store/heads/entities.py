@@ -6,17 +6,20 @@ logits [w, k, l] of a text with w words and l labels: of the spans of 1 to k wor
 each word, or k = 3 logits of a word as the start, the end and the inside of an entity. A span that
 ends behind the last word is no entity.
 
+A bi-encoder has an encoder of its own for labels (`cloze.model_store.manifest`). Its sequence is
+``[CLS] words [SEP]``, and a request has the vectors of its labels.
+
 Source: Zaratiana et al. 2023, "GLiNER", and the library gliner 0.2.29.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from cloze.model_store.heads.head import (
     ArrayResult,
@@ -28,7 +31,7 @@ from cloze.model_store.heads.head import (
     Outputs,
 )
 from cloze.model_store.layouts import Feeds, Placement
-from cloze.model_store.limits import MAX_POSITIONS
+from cloze.model_store.limits import MAX_POSITIONS, MAX_WIDTH
 from cloze.model_store.tensors import TensorSpec
 
 ENTITY_WORDS: Final = TensorSpec(
@@ -39,6 +42,12 @@ ENTITY_WORD_COUNTS: Final = TensorSpec(
 )
 ENTITY_LABELS: Final = TensorSpec(
     "entity_labels", "int32", ("e", "l"), "the row of `hidden` of each label's marker; rest 0"
+)
+ENTITY_LABEL_VECTORS: Final = TensorSpec(
+    "entity_label_vectors",
+    "float32",
+    ("e", "l", "d"),
+    "the vector of each label, in a bi-encoder in place of `entity_labels`; rest 0",
 )
 ENTITY_SCORES: Final = TensorSpec(
     "entity_scores",
@@ -74,11 +83,24 @@ class EntityOptions(Frozen):
     kind: EntityKind
     max_width: int = Field(gt=0, le=MAX_SPAN_WORDS, description="most words of a span")
     max_len: int = Field(gt=0, le=MAX_POSITIONS, description="most words of a sequence")
-    ent_id: int = Field(ge=0, description="id of the marker before a label")
-    sep_id: int = Field(ge=0, description="id of the marker between labels and words")
+    ent_id: int | None = Field(None, ge=0, description="id of the marker before a label")
+    sep_id: int | None = Field(None, ge=0, description="id of the marker between labels and words")
     embed_ent_token: bool = Field(
         True, description="whether a label is the row of its marker, and not of the next token"
     )
+    label_size: int | None = Field(
+        None,
+        gt=0,
+        le=MAX_WIDTH,
+        description="numbers of the vector of a label, in a bi-encoder without markers; null: "
+        "the sequence has the labels",
+    )
+
+    @model_validator(mode="after")
+    def _has_markers_or_vectors(self) -> Self:
+        if any((one is None) == (self.label_size is None) for one in (self.ent_id, self.sep_id)):
+            raise ValueError("it needs either ent_id and sep_id or label_size")
+        return self
 
     @property
     def logits(self) -> int:
@@ -88,7 +110,7 @@ class EntityOptions(Frozen):
     @property
     def token_ids(self) -> Sequence[int]:
         """See `Frozen`."""
-        return (self.ent_id, self.sep_id)
+        return [one for one in (self.ent_id, self.sep_id) if one is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,19 +119,37 @@ class EntityRequest(HeadRequest):
 
     Attributes:
         words: positions of the words' first tokens, in order; at least one.
-        labels: positions of the rows of the labels; at least one.
+        labels: positions of the rows of the labels; at least one, or the vectors.
+        vectors: of a bi-encoder, float32 [l, d].
     """
 
     words: Sequence[int]
-    labels: Sequence[int]
+    labels: Sequence[int] = ()
+    vectors: NDArray[np.float32] | None = None
+
+    @property
+    def label_count(self) -> int:
+        """Number of labels."""
+        return len(self.labels) if self.vectors is None else len(self.vectors)
 
     @property
     def vocabulary_rows(self) -> int:  # type: ignore[override]  # a property stands for the constant
-        """Pairs of words and labels, in rows of a vocabulary of about the same memory."""
-        return len(self.words) * len(self.labels) // _PAIRS_PER_ROW
+        """Pairs of words and labels, in rows of a vocabulary of about the same memory.
+
+        A vector is as much memory as a pair.
+        """
+        words = len(self.words) + (self.vectors is not None)
+        return words * self.label_count // _PAIRS_PER_ROW
+
+    @property
+    def padded_sizes(self) -> tuple[int, int]:  # type: ignore[override]
+        """See `HeadRequest`."""
+        return len(self.words), self.label_count
 
 
-def _pack(requests: Sequence[EntityRequest | None], placement: Placement, _: GraphSpec) -> Feeds:
+def _pack(
+    requests: Sequence[EntityRequest | None], placement: Placement, graph: GraphSpec
+) -> Feeds:
     asked = [(placement.starts[i], one) for i, one in enumerate(requests) if one is not None]
     # onnxruntime's LSTM aborts the process if it gets no sequence: without requests, one text has
     # no words and no labels.
@@ -117,11 +157,18 @@ def _pack(requests: Sequence[EntityRequest | None], placement: Placement, _: Gra
     counts = np.zeros(rows, np.int32)
     counts[: len(asked)] = [len(one.words) for _, one in asked]
     words = np.zeros((rows, counts.max()), np.int32)
-    labels = np.zeros((rows, max((len(one.labels) for _, one in asked), default=0)), np.int32)
+    most_labels = max((one.label_count for _, one in asked), default=0)
+    labels = np.zeros((rows, most_labels), np.int32)
+    options = graph.options.get(HEAD.name)
+    size = (isinstance(options, EntityOptions) and options.label_size) or 0
+    vectors = np.zeros((rows, most_labels, size), np.float32)
     for number, (start, one) in enumerate(asked):
         words[number, : len(one.words)] = start + np.array(one.words, np.int32)
         labels[number, : len(one.labels)] = start + np.array(one.labels, np.int32)
-    return {ENTITY_WORDS.name: words, ENTITY_WORD_COUNTS.name: counts, ENTITY_LABELS.name: labels}
+        if size and one.vectors is not None:
+            vectors[number, : len(one.vectors)] = one.vectors
+    feeds: Feeds = {ENTITY_WORDS.name: words, ENTITY_WORD_COUNTS.name: counts}
+    return feeds | ({ENTITY_LABEL_VECTORS.name: vectors} if size else {ENTITY_LABELS.name: labels})
 
 
 def _unpack(
@@ -134,20 +181,22 @@ def _unpack(
         if one is None:
             results.append(None)
             continue
-        results.append(ArrayResult(rows[number, : len(one.words), :, : len(one.labels)]))
+        results.append(ArrayResult(rows[number, : len(one.words), :, : one.label_count]))
         number += 1
     return results
 
 
 def _model_sizes(sizes: ModelSizes) -> dict[str, int]:
     options = sizes.options.get(HEAD.name)
-    return {"k": options.logits} if isinstance(options, EntityOptions) else {}
+    if not isinstance(options, EntityOptions):
+        return {}
+    return {"k": options.logits, "d": options.label_size or 0}
 
 
 HEAD: Final = Head(
     name="entities",
     task="entities",
-    inputs=(ENTITY_WORDS, ENTITY_WORD_COUNTS, ENTITY_LABELS),
+    inputs=(ENTITY_WORDS, ENTITY_WORD_COUNTS, ENTITY_LABELS, ENTITY_LABEL_VECTORS),
     outputs=(ENTITY_SCORES,),
     request=EntityRequest,
     pack=_pack,

@@ -56,6 +56,7 @@ class GraphSpec:
         pooling: the pooling of the embedding head; None: the graph has no embedding head.
         layers: number of layers of the trunk.
         include_prompt: whether embeddings pool the tokens of a prompt, too.
+        options: the heads' sections of the manifest, by head name.
     """
 
     layout: Layout
@@ -64,6 +65,7 @@ class GraphSpec:
     pooling: Pooling | None = None
     layers: int = 0
     include_prompt: bool = True
+    options: Mapping[str, Frozen] = field(default_factory=dict)
 
 
 class ModelSizes(NamedTuple):
@@ -88,6 +90,9 @@ class HeadRequest:
 
     vocabulary_rows: ClassVar[int] = 0
     """Rows that the head expands to the size of the vocabulary. A batch limits their sum."""
+
+    padded_sizes: ClassVar[tuple[int, ...]] = ()
+    """Sizes that the head pads to the largest ones of a batch; their product is its cost."""
 
     keys: ClassVar[int] = 0
     """Number of the sequence's first tokens to which tokens attend; 0: they attend to all."""

@@ -249,6 +249,37 @@ class Line:
                 del self.groups[key]
 
 
+_FREE_CELLS = 4096
+"""Cells of a head that cost less than a further batch, so that their padding does not count."""
+
+
+class PaddedHead(NamedTuple):
+    """What a head pads in a batch; see `HeadRequest.padded_sizes`.
+
+    For example, a text of 10 words with 50 labels has 500 cells, and one of 300 words with 2 labels
+    has 600. Together they have 2 x 300 x 50 = 30,000 padded cells, so they run apart.
+
+    Attributes:
+        sizes: the largest ones.
+        cells: sum of the requests' cells without padding.
+    """
+
+    requests: int = 0
+    sizes: tuple[int, ...] = ()
+    cells: int = 0
+
+    def plus(self, sizes: tuple[int, ...]) -> "PaddedHead":
+        """Return the padding with one more request of these sizes."""
+        largest = tuple(map(max, self.sizes or sizes, sizes))
+        return PaddedHead(self.requests + 1, largest, self.cells + math.prod(sizes))
+
+    @property
+    def is_excessive(self) -> bool:
+        """Whether the padded cells are too many."""
+        padded = self.requests * math.prod(self.sizes)
+        return padded > MAX_PADDING_FACTOR * max(self.cells, _FREE_CELLS)
+
+
 @dataclass(slots=True)
 class Batch:
     """Encodings that run together.
@@ -259,6 +290,7 @@ class Batch:
         is_bulk: whether the encodings are of bulk requests.
         expired: requests that cannot end before their deadline; who takes the batch ends them.
         rows: number of the encodings' rows of the vocabulary.
+        padded: what heads pad, by their names.
         fill: what keeps further encodings out; `BatchFill.WAITING`: nothing yet.
     """
 
@@ -270,6 +302,7 @@ class Batch:
     tokens: int = 0
     rows: int = 0
     longest: int = 0
+    padded: dict[str, PaddedHead] = field(default_factory=dict)
     fill: BatchFill = BatchFill.WAITING
 
     def add(self, queued: QueuedEncoding) -> bool:
@@ -277,16 +310,24 @@ class Batch:
         count = 1 + len(self.encodings)
         tokens, rows = self.tokens + queued.tokens, self.rows + queued.vocabulary_rows
         longest = max(self.longest, queued.tokens)
+        padded = {
+            name: self.padded.get(name, PaddedHead()).plus(sizes)
+            for name, sizes in queued.encoding.padded_sizes.items()
+        }
         if count > self.max_encodings:
             self.fill = BatchFill.SHARE
         elif count > 1 and tokens > self.max_tokens:
             self.fill = BatchFill.TOKENS
         elif count > 1 and rows > MAX_BATCH_VOCABULARY_ROWS:
             self.fill = BatchFill.VOCABULARY
-        elif count > 1 and count * longest > MAX_PADDING_FACTOR * self.max_tokens:
+        elif count > 1 and (
+            count * longest > MAX_PADDING_FACTOR * self.max_tokens
+            or any(head.is_excessive for head in padded.values())
+        ):
             self.fill = BatchFill.PADDING
         else:
             self.encodings.append(queued)
+            self.padded |= padded
             self.tokens, self.rows, self.longest = tokens, rows, longest
             return True
         return False

@@ -18,9 +18,11 @@ from cloze.service import errors
 from cloze.service.batching.fair_queue import Submission, Terms
 from cloze.service.clock import CLOCK, Clock
 from cloze.service.core import BatchResult, ServedRequest
+from cloze.service.models.label_reader import LabelReader
 from cloze.service.models.served_models import ServedModel
 from cloze.service.settings import Settings
 from cloze.service.tasks import Task, TaskContext, TaskLimits
+from cloze.service.tasks.label_vectors import LabelVectors
 from cloze.service.tasks.task import Outputs
 from cloze.service.text.tokenizer import Tokenizer
 from cloze.service.threads import run_on_thread
@@ -125,8 +127,11 @@ class Pipeline:
         self.model, self._clock = model, clock
         self.manifest: Manifest = model.bundle.manifest
         self.reference = self.manifest.reference
-        self.context = TaskContext(self.manifest, tokenizer or Tokenizer(model.bundle), limits)
         self._completions = Completions()
+        self.context = TaskContext.of(model.bundle, limits, tokenizer)
+        self._labels: LabelReader | None = None
+        if model.labels is not None and (cache := self.context.labels) is not None:
+            self._labels = LabelReader(cache, model.labels.queue, self._completions.wait)
         # Naming a space takes 10 us, and most requests have the same recipe.
         self._spaces = lru_cache(128)(
             lambda precision, recipe: recipe and embedding_space(self.manifest, precision, recipe)
@@ -166,13 +171,13 @@ class Pipeline:
             request.trace.parent if request.trace is not None else "",
             request.is_bulk,
         )
+        if prepared.labels is not None and prepared.labels.missing:
+            await self._read_labels(prepared.labels, terms, request)
         submission = Submission(terms, prepared.encodings)
         rows, last = 0, prepared
         while True:
             rows += last.answer_rows
-            request.tokens += submission.tokens
-            if request.key is not None:
-                request.key.take_tokens(submission.tokens, self._clock.monotonic())
+            self._charge(request, submission.tokens)
             outputs: Outputs = []
             if submission.tokens:  # a task without the engine has none
                 self.model.queue.submit(submission)
@@ -198,6 +203,21 @@ class Pipeline:
         request.warnings, request.usage = prepared.warnings, prepared.usage
         request.embedding_space = self._spaces(self.model.precision(), prepared.vectors)
         return value
+
+    async def _read_labels(
+        self, labels: LabelVectors, terms: Terms, request: ServedRequest
+    ) -> None:
+        """Fill the vectors of labels that are missing; the texts wait for them."""
+        assert self._labels is not None  # the bundle has an encoder of labels, which is served
+        began = self._clock.monotonic()
+        self._charge(request, labels.tokens)
+        await self._labels.fill(labels, terms)
+        request.queue_s += self._clock.monotonic() - began
+
+    def _charge(self, request: ServedRequest, tokens: int) -> None:
+        request.tokens += tokens
+        if request.key is not None:
+            request.key.take_tokens(tokens, self._clock.monotonic())
 
     def embedding_space(self, recipe: VectorRecipe | None) -> str | None:
         """Return the name of the space of vectors, on the graph that runs; None for no vectors."""

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from cloze.model_store import Bundle, Store, StoreError
@@ -36,13 +36,20 @@ class ServedModel:
     """A bundle and the queue of its engine.
 
     `precision` returns the precision of the engine's graph, or "" while no engine runs.
-    `adapters` has the adapters of the engine; None: the engine takes none.
+    `adapters` has the adapters of the engine; None: the engine takes none. `labels` is the encoder
+    of labels of a bi-encoder, which answers no request itself.
     """
 
     bundle: Bundle
     queue: Queue
     precision: Callable[[], str]
     adapters: AdapterRegistry | None = None
+    labels: "ServedModel | None" = None
+
+    @property
+    def queues(self) -> list[Queue]:
+        """The queue, and that of the encoder of labels."""
+        return [self.queue] if self.labels is None else [self.queue, self.labels.queue]
 
 
 def close_models(models: Iterable[ServedModel], clock: Clock = CLOCK) -> None:
@@ -51,8 +58,8 @@ def close_models(models: Iterable[ServedModel], clock: Clock = CLOCK) -> None:
     Threads that still run after 5 s are abandoned.
     """
     deadline = clock.monotonic() + 5.0
-    for model in models:
-        model.queue.close(max(0.0, deadline - clock.monotonic()))
+    for queue in [queue for model in models for queue in model.queues]:
+        queue.close(max(0.0, deadline - clock.monotonic()))
 
 
 def open_bundles(settings: Settings, running: Iterable[Bundle] = ()) -> Opened[Bundle]:
@@ -173,7 +180,10 @@ class LocalModels:
                         queue = AdapterQueue(models[base].queue, bundle.key, adapters)
                         model = new[reference] = ServedModel(bundle, queue, models[base].precision)
                 elif model is None:
-                    model = new[reference] = self._open(bundle)
+                    model = new[reference] = self._open(bundle, ", ".join(bundle.manifest.tasks))
+                    if bundle.label_encoder is not None:
+                        labels = self._open(bundle.label_encoder, "the labels of entities")
+                        model = new[reference] = replace(model, labels=labels)
                 models[reference] = model
         except BaseException:
             close_models(new.values())
@@ -181,7 +191,7 @@ class LocalModels:
         _log_adapters(model.bundle for model in new.values())
         return [models[bundle.manifest.reference] for bundle in bundles]
 
-    def _open(self, bundle: Bundle) -> ServedModel:
+    def _open(self, bundle: Bundle, use: str) -> ServedModel:
         settings, reference = self._settings, bundle.manifest.reference
         engine = self._make_engine(bundle, settings.device, settings.precision)
 
@@ -207,7 +217,7 @@ class LocalModels:
         log.info(
             "serving %s for %s on %s in %s, %s",
             reference,
-            ", ".join(bundle.manifest.tasks),
+            use,
             engine.device,
             engine.precision,
             engine.reason,
@@ -246,8 +256,10 @@ def check_memory(bundles: Iterable[Bundle], settings: Settings) -> None:
             most = settings.adapter_memory_mb * 2**20
             sizes[name] = min(most, sizes.get(name, 0) + bundle.size)
         else:
-            size = least_weight_bytes(bundle, settings.device, settings.precision)
-            sizes[bundle.manifest.reference] = size
+            encoders = filter(None, (bundle, bundle.label_encoder))
+            sizes[bundle.manifest.reference] = sum(
+                least_weight_bytes(one, settings.device, settings.precision) for one in encoders
+            )
     needed = 70_000_000 + sum(sizes.values())  # a server without models has 84 MB
     if needed > limit:
         shown = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in sizes.items())

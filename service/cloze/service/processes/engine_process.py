@@ -103,7 +103,7 @@ class EngineServer:
     Attributes:
         stopping: ends `serve` after the last front end has disconnected.
         greeting: the first message to every front end.
-        queues: the queue of each model.
+        queues: the queue of each model, then those of encoders of labels.
         channels: the connections to front ends.
         changed: is set when a front end disconnects.
     """
@@ -111,6 +111,7 @@ class EngineServer:
     def __init__(self, models: Sequence[ServedModel]) -> None:
         self.stopping = asyncio.Event()
         self.queues = [model.queue for model in models]
+        self.queues += [model.labels.queue for model in models if model.labels is not None]
         self.channels: set[FrontEndChannel] = set()
         self.changed = asyncio.Event()
         served = {model.bundle.manifest.reference: model.precision() for model in models}

@@ -22,6 +22,7 @@ from typing import Annotated, Any, NamedTuple, TypedDict, cast
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import HEADS
@@ -85,8 +86,9 @@ class Cancel(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
 
 class _Encodings(msgspec.Struct, array_like=True, gc=False):
     lengths: Annotated[list[_Length], msgspec.Meta(min_length=1)]
-    requests: list[dict[str, msgspec.Raw]]  # the distinct ones
+    requests: list[dict[str, msgspec.Raw]]  # the distinct ones, with the index of each array
     request_of: list[_Index]  # index into `requests`, per encoding
+    arrays: list[NDArray[Any]]  # the distinct ones of the requests
     input_ids: memoryview
     token_type_ids: memoryview
 
@@ -129,7 +131,7 @@ def _from_wire(expected: type, parts: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_to_wire)
-_to_engine = msgspec.msgpack.Decoder(_Run | Cancel)
+_to_engine = msgspec.msgpack.Decoder(_Run | Cancel, dec_hook=_from_wire)
 _to_front_end = msgspec.msgpack.Decoder(Greeting | _Answer, dec_hook=_from_wire)
 
 
@@ -165,10 +167,18 @@ def _pack(encodings: Sequence[Encoding]) -> _Encodings:
     request_of = [
         distinct.setdefault(id(e.requests), (len(distinct), e.requests))[0] for e in encodings
     ]
+    arrays: dict[int, tuple[int, NDArray[Any]]] = {}  # by identity, too
+    requests: Any = msgspec.Raw(
+        msgspec.msgpack.encode(
+            [requests for _, requests in distinct.values()],
+            enc_hook=lambda array: arrays.setdefault(id(array), (len(arrays), array))[0],
+        )
+    )
     return _Encodings(
         [len(encoding) for encoding in encodings],
-        [requests for _, requests in distinct.values()],
+        requests,
         request_of,
+        [array for _, array in arrays.values()],
         np.concatenate([encoding.input_ids for encoding in encodings]).data,
         np.concatenate([encoding.token_type_ids for encoding in encodings]).data,
     )
@@ -180,9 +190,15 @@ def _unpack(packed: _Encodings) -> list[Encoding]:
     ends = list(accumulate(packed.lengths, initial=0))
     if not len(ids) == len(types) == ends[-1]:
         raise ValueError(f"{ends[-1]} tokens have {len(ids)} ids and {len(types)} types")
+
+    def decode(name: str, raw: msgspec.Raw) -> Any:
+        if not packed.arrays:
+            return _REQUESTS[name].decode(raw)
+        kind = HEADS[name].request
+        return msgspec.msgpack.decode(raw, type=kind, dec_hook=lambda _, i: packed.arrays[i])
+
     requests = [
-        {name: _REQUESTS[name].decode(raw) for name, raw in by_head.items()}
-        for by_head in packed.requests
+        {name: decode(name, raw) for name, raw in by_head.items()} for by_head in packed.requests
     ]
     return [
         Encoding(ids[first:end], types[first:end], requests[index])

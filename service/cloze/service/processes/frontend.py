@@ -253,11 +253,13 @@ async def run_front_end(config: ChildConfig) -> None:
     up = asyncio.Event()
     bundles = open_bundles(config.settings).bundles
     links = [EngineLink(path, config.settings.model, up) for path in config.engine_sockets]
-    queues = [RemoteQueue(links, model) for model in range(len(bundles))]
-    models = [
-        ServedModel(bundle, queue, queue.precision)
-        for bundle, queue in zip(bundles, queues, strict=True)
-    ]
+    numbers = itertools.count(len(bundles))  # encoders of labels follow; see `EngineServer`
+    models = []
+    for number, bundle in enumerate(bundles):
+        queue, labels = RemoteQueue(links, number), None
+        if (encoder := bundle.label_encoder) is not None:
+            labels = ServedModel(encoder, RemoteQueue(links, next(numbers)), queue.precision)
+        models.append(ServedModel(bundle, queue, queue.precision, labels=labels))
     service = Service(
         config.settings,
         Metrics(shared=True),

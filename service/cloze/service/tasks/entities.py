@@ -17,6 +17,7 @@ from cloze.model_store.entity_spans import Bounds, EntityPrompt
 from cloze.model_store.heads.entities import HEAD, EntityKind, EntityOptions
 from cloze.model_store.sequences import TEXT_TOKENS
 from cloze.service.errors import EmptyRequest, InvalidRequest, Location, TextTooLong, TooMany
+from cloze.service.tasks.label_vectors import LabelVectors
 from cloze.service.tasks.task import (
     UP_TO,
     Input,
@@ -39,6 +40,7 @@ from cloze.service.threads import check_awaited
 
 LABELS: Final = Location(("labels",))
 MOST_LABELS: Final = 100
+MOST_LABELS_OF_BI_ENCODER: Final = 1000
 LABEL_CHARACTERS: Final = 200
 
 _MOST_PAIRS: Final = 2**21
@@ -51,7 +53,7 @@ _MOST_CHARACTERS: Final = 2**22
 """Most characters of the entities of a request and their labels, unless its texts have more.
 
 With several labels per span, or with spans inside others, entities repeat a text. For example, a
-word of 1 MB may have 100 labels.
+word of 1 MB may have 1,000 labels.
 """
 
 _THRESHOLD: Final = 0.5
@@ -113,7 +115,8 @@ def prepare(
         check_range(parameters.threshold, 0, 1, "threshold")
     limits, tokenizer = context.limits, context.tokenizer
     texts: list[Input[str]] = limits.checked(inputs, may_be_empty=True)
-    names, prompt = _prompt(parameters.labels, options, context)
+    names, labels = _names(parameters.labels, context)
+    prompt, vectors = _prompt(labels, options, context)
     rule = LongTextRule(parameters.long_text or "truncate", report=parameters.return_usage)
     encoder = TextEncoder(rule, context, limits.max_tokens)
     around = TEXT_TOKENS + len(prompt.ids)
@@ -146,20 +149,20 @@ def prepare(
             usage.windows = [(words[a][0][0], words[b - 1][0][1]) for a, b in windows]
         encoder.texts.append(EncodedText(encodings, usage))
         prepared.append(EntityText(text, [place for place, _ in words], windows))
-    return encoder.prepared(EntityTexts(prepared, names, parameters, options))
+    state = EntityTexts(prepared, names, parameters, options)
+    return encoder.prepared(state)._replace(labels=vectors)
 
 
-def _prompt(
-    labels: Labels | None, options: EntityOptions, context: TaskContext
-) -> tuple[list[str], EntityPrompt]:
-    """Return the names of the labels, and the start of each sequence."""
+def _names(labels: Labels | None, context: TaskContext) -> tuple[list[str], list[str]]:
+    """Return the names of the labels, and what the model reads for each."""
     if labels is None:
         raise InvalidRequest("is missing; name at least 1 label", LABELS)
     if not labels:
         raise EmptyRequest("is empty; it needs at least 1 label", LABELS)
     names = list(dict.fromkeys(labels))
-    if len(names) > MOST_LABELS:
-        raise TooMany(f"has {len(names)} labels; the limit is {MOST_LABELS}", LABELS)
+    most = MOST_LABELS if context.labels is None else MOST_LABELS_OF_BI_ENCODER
+    if len(names) > most:
+        raise TooMany(f"has {len(names)} labels; the limit is {most}", LABELS)
     read = list(labels.values()) if isinstance(labels, dict) else names
     kind = "description" if isinstance(labels, dict) else "label"
     for number, label in enumerate([*names, *read]):
@@ -171,14 +174,36 @@ def _prompt(
             raise TextTooLong(problem, at)
     if len({*read}) < len(read):
         raise InvalidRequest("has two labels with one description", LABELS)
-    ids = context.tokenizer.word_ids(read)
+    return names, read
+
+
+def _prompt(
+    labels: list[str], options: EntityOptions, context: TaskContext
+) -> tuple[EntityPrompt, LabelVectors | None]:
+    """Return the start of each sequence, and the vectors of the labels of a bi-encoder."""
+    if context.labels is not None:
+        vectors = context.labels.look_up(labels)
+        _check_labels(vectors, context.labels.max_tokens, context.limits.max_request_tokens)
+        return EntityPrompt(vectors=vectors.array), vectors
+    ids = context.tokenizer.word_ids(labels)
     for number, one in enumerate(ids):
         check_has_tokens(one, LABELS.below(number))
     prompt = EntityPrompt.of(ids, options)
     if len(prompt.ids) > (most := context.limits.max_tokens // 2):
         problem = f"has {len(prompt.ids)} tokens with their markers; the limit is {most}, half of"
         raise TextTooLong(f"{problem} what the model reads", LABELS)
-    return names, prompt
+    return prompt, None
+
+
+def _check_labels(labels: LabelVectors, most_of_label: int, most: int) -> None:
+    """Check the tokens of the labels of a bi-encoder whose vectors are missing."""
+    for row, encoding in labels.missing.values():
+        check_has_tokens(encoding.input_ids[1:-1].tolist(), LABELS.below(row))
+        if (tokens := len(encoding)) > most_of_label:
+            problem = f"has {tokens} tokens; the model reads {most_of_label} of a label"
+            raise TextTooLong(problem, LABELS.below(row))
+    if labels.tokens > most:
+        raise TooMany(f"hold {labels.tokens} tokens; the limit of a request is {most}", LABELS)
 
 
 def _refuse(at: Location, words: int, tokens: int, max_tokens: int, max_words: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from cloze.model_store import Manifest
+from cloze.model_store import Bundle, Manifest
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.embedding_space import VectorRecipe, own_recipe
 from cloze.model_store.heads import HEADS, Head
@@ -23,6 +23,7 @@ from cloze.service.errors import (
     WrongTask,
     quoted,
 )
+from cloze.service.tasks.label_vectors import LabelCache, LabelVectors
 from cloze.service.tasks.wire import WireModel
 from cloze.service.text.tokenizer import Tokenizer
 
@@ -116,11 +117,26 @@ class TaskLimits:
 
 @dataclass(frozen=True)
 class TaskContext:
-    """The model and the limits of a task call."""
+    """The model and the limits of a task call.
+
+    Attributes:
+        labels: the vectors of labels; None: the model is no bi-encoder.
+    """
 
     manifest: Manifest
     tokenizer: Tokenizer
     limits: TaskLimits
+    labels: LabelCache | None = None
+
+    @classmethod
+    def of(
+        cls, bundle: Bundle, limits: TaskLimits, tokenizer: Tokenizer | None = None
+    ) -> "TaskContext":
+        """Return the context of a bundle, with its own tokenizer unless one is given."""
+        labels = None
+        if (encoder := bundle.label_encoder) is not None:
+            labels = LabelCache(encoder.manifest, Tokenizer(encoder))
+        return cls(bundle.manifest, tokenizer or Tokenizer(bundle), limits, labels)
 
     @cached_property
     def own_vectors(self) -> VectorRecipe | None:
@@ -210,6 +226,7 @@ class PreparedRequest(NamedTuple, Generic[S]):
         vectors: how the result's vectors are made; None: the result has no vectors.
         others: rows of the answer besides those of the heads' results, such as one per token of
             `/tokenize`.
+        labels: vectors that the encodings need, some of which may be missing.
     """
 
     encodings: list[Encoding]
@@ -221,6 +238,7 @@ class PreparedRequest(NamedTuple, Generic[S]):
     texts: int = 1
     vectors: VectorRecipe | None = None
     others: int = 0
+    labels: LabelVectors | None = None
 
     @property
     def answer_rows(self) -> int:

@@ -5,11 +5,13 @@ from collections import Counter
 from itertools import count
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloze.model_store.batch import Encoding
+from cloze.model_store.heads.entities import EntityRequest
 from cloze.service.batching.fair_queue import Batch, FairQueue, LineKey, Submission, Terms
 from cloze.service.core import MAX_BATCH_VOCABULARY_ROWS, MAX_PADDING_FACTOR, BatchFill
 from tests.support.encodings import encoding
@@ -204,6 +206,32 @@ def test_padding_bounds_a_batch() -> None:
     assert queue.took(20) == [1]
     queue.put("a", *[1] * 8, 10, 1)
     assert queue.took(20) == [1] * 8, "the next one is longer, and would make 9 x 10 cells"
+
+
+def test_padding_within_a_head_bounds_a_batch() -> None:
+    """A head pads words and labels to the most of a batch: 2 x 300 x 50 cells are 27 times real."""
+    queue = Queue(varlen=True)
+
+    def put(*sizes: tuple[int, int]) -> None:
+        asked = [{"entities": EntityRequest([1] * words, [1] * labels)} for words, labels in sizes]
+        row = np.ones(3, np.int32)
+        request = Submission(Terms(FOREVER, "a"), [Encoding(row, row, each) for each in asked])
+        request.due = FOREVER
+        queue.add(request)
+
+    def taken() -> tuple[list[tuple[int, ...]], BatchFill]:
+        batch = queue.taken(10_000)
+        return [each.encoding.padded_sizes["entities"] for each in batch.encodings], batch.fill
+
+    put((10, 50), (300, 2), (300, 2))
+    assert taken() == ([(10, 50)], BatchFill.PADDING)
+    assert taken() == ([(300, 2)] * 2, BatchFill.WAITING)
+    put((64, 64), (64, 1), (1, 64), (2, 2), (2, 2))  # the first has 4096 cells
+    assert taken() == ([(64, 64), (64, 1), (1, 64), (2, 2)], BatchFill.PADDING)
+    assert taken() == ([(2, 2)], BatchFill.WAITING)
+    put((2, 2))
+    queue.put("b", 3)  # asks other heads
+    assert len(queue.took()) == 2
 
 
 def test_workers_share_what_waits() -> None:

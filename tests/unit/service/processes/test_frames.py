@@ -12,6 +12,7 @@ import pytest
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import ArrayResult
 from cloze.model_store.heads.embedding import EmbeddingRequest
+from cloze.model_store.heads.entities import EntityRequest
 from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
 from cloze.service import errors
 from cloze.service.batching import fair_queue
@@ -72,6 +73,25 @@ def test_every_field_of_a_run_arrives() -> None:
     assert [e.input_ids.tolist() for e in encodings] == [[1, 2, 3], [4, 5], [6]]
     assert [e.token_type_ids.tolist() for e in encodings] == [[0, 0, 1], [1, 1], [0]]
     assert [dict(e.requests) for e in encodings] == [SHARED, MASKED, SHARED]
+
+
+def test_vectors_arrive_once_for_all_encodings_that_share_them() -> None:
+    shared, own = np.random.default_rng(0).random((2, 500, 8)).astype(np.float32)
+    requests = [EntityRequest((1,), vectors=shared) for _ in range(4)]
+    requests += [EntityRequest((1, 2), vectors=own), EntityRequest((1,), (2, 3))]
+    encodings = [encoding([1, 2], [0, 0], {"entities": request}) for request in requests]
+    message = encode_run(Run(1, 0, fair_queue.Terms(1.0), encodings))
+    assert len(message) < 2 * shared.nbytes + 1000
+    decoded = decode_request(message)
+    assert isinstance(decoded, Run)
+    for sent, received in zip(requests, decoded.encodings, strict=True):
+        asked = received.requests["entities"]
+        assert isinstance(asked, EntityRequest)
+        assert (asked.words, asked.labels) == ([*sent.words], [*sent.labels])
+        if sent.vectors is None:
+            assert asked.vectors is None
+        else:
+            np.testing.assert_array_equal(asked.vectors, sent.vectors)  # type: ignore[arg-type]
 
 
 def test_a_greeting_and_a_cancellation_arrive() -> None:

@@ -295,15 +295,18 @@ def _share(source: str, base: str, store: Store, out: Path, task: str | None) ->
 
 
 def _print_exported(bundle: Bundle) -> None:
+    from cloze.service.tasks import TASKS
+
     manifest = bundle.manifest
     worst = max(manifest.parity.max_error.values(), default=0.0)
     rounded = "" if manifest.graph.weights is Weights.FP32 else " of the same rounded weights"
     click.echo(
-        f"{manifest.reference}: {', '.join(manifest.tasks)}; "
-        f"differs from torch{rounded} by {worst:.1e} at most; in {bundle.path}"
+        f"{manifest.reference} differs from torch{rounded} by {worst:.1e} at most; in {bundle.path}"
     )
     for precision, gate in gates(manifest).items():
         click.echo(f"{precision} beside the checkpoint: {measured(gate)}")
+    offered = [name for name, task in TASKS.items() if task.is_served_by(manifest)]
+    click.echo(f"{manifest.reference} offers {', '.join(offered)}")
 
 
 class _Bench(click.Group):

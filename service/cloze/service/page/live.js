@@ -120,7 +120,7 @@ function figure({ title, curves }) {
   const kind = (index) => (index ? "second" : "first");
   const drawing = svg("svg", { viewBox: `0 0 ${POINTS} 100`, preserveAspectRatio: "none", role: "img" });
   drawing.append(svg("line", { x1: 0, x2: POINTS, y1: 50, y2: 50 }));
-  const lines = names.map((_, index) => svg("polyline", { class: kind(index) }));
+  const lines = names.map((_, index) => svg("path", { class: kind(index) }));
   drawing.append(...lines);
   const legend = names.map((name, index) => element("span", { class: kind(index) }, curves[name]));
   const ticks = ["", "", "0"].map((text) => element("span", {}, text));
@@ -136,9 +136,11 @@ function figure({ title, curves }) {
   function draw(history) {
     const most = rounded(Math.max(...history.flatMap((point) => names.map((name) => point[name] ?? 0))));
     lines.forEach((line, index) => {
-      const points = history.map((point, i) =>
-        `${i + POINTS - history.length},${100 - 98 * ((point[names[index]] ?? 0) / most)}`);
-      line.setAttribute("points", points.join(" "));
+      const values = history.map((point) => point[names[index]]);
+      line.setAttribute("d", values.map((value, i) => { // a gap where there is no value
+        const place = `${i + POINTS - history.length},${100 - 98 * (value / most)}`;
+        return value === null ? "" : `${(values[i - 1] ?? null) === null ? `M${place}` : ""}L${place}`;
+      }).join(""));
     });
     [ticks[0].textContent, ticks[1].textContent] = [String(most), String(most / 2)];
     names.forEach((name, index) => {

@@ -1,6 +1,6 @@
 // The page: chooses a panel by the address, sends its request, and shows answer, times and code.
 
-import { element } from "./elements.js";
+import { element, measured } from "./elements.js";
 import { showLive } from "./live.js";
 import { PANELS } from "./panels.js";
 
@@ -22,7 +22,10 @@ async function start() {
   for (const { task, title } of [...PANELS, LIVE]) {
     nav.append(element("a", { href: `#${task}` }, title));
   }
-  addEventListener("hashchange", () => route(info));
+  addEventListener("hashchange", () => {
+    route(info);
+    main.querySelector("h2").focus(); // the next Tab is in the panel, not in the tabs
+  });
   route(info);
 }
 
@@ -36,7 +39,7 @@ function route(info) {
     else link.removeAttribute("aria-current");
   }
   document.title = `${panel.title} - Cloze`;
-  main.replaceChildren(element("h2", {}, panel.title));
+  main.replaceChildren(element("h2", { tabIndex: -1 }, panel.title));
   if (panel === LIVE) leave = showLive(main);
   else if (panel.task in info.defaults) leave = showPanel(panel, info);
   else main.append(...notServed(panel));
@@ -45,7 +48,7 @@ function route(info) {
 function notServed({ task, exported = task }) {
   return [
     element("p", {}, `No served model does ${task}. Export one from a checkpoint that has the head:`),
-    element("pre", { tabIndex: 0 }, `cloze export CHECKPOINT --name NAME --task ${exported}\ncloze serve`),
+    element("pre", {}, `cloze export CHECKPOINT --name NAME --task ${exported}\ncloze serve`),
   ];
 }
 
@@ -57,18 +60,24 @@ function showPanel(panel, info) {
   const model = element("select", { name: "model" }, ...options(models));
   model.value = info.defaults[panel.task];
   const small = panel.fields.filter(({ kind, choices }) => kind || choices);
-  const chosen = panel.fields.filter(({ choices }) => choices);
   const served = () =>
     info.models.find(({ name, version }) => `${name}@${version}` === model.value);
+  const labels = Object.fromEntries(panel.fields.map(({ label, name }) =>
+    [name, element("label", {}, element("span", {}, label), inputs[name])]));
+  const labelled = ({ name }) => labels[name];
+  let mask = "[MASK]";
   const choose = () => {
-    for (const { name, choices } of chosen) {
-      inputs[name].replaceChildren(...options(served()[choices] ?? []));
-      inputs[name].disabled = !inputs[name].options.length; // a model with one set has no names
+    const { tasks, mask_token: own = mask, ...told } = served();
+    for (const { name, choices, only } of panel.fields) {
+      if (choices) inputs[name].replaceChildren(...options(told[choices] ?? []));
+      else inputs[name].value = inputs[name].value.replaceAll(mask, own);
+      labels[name].firstChild.textContent = labels[name].firstChild.textContent.replace(mask, own);
+      labels[name].hidden = choices ? !told[choices] : only && !tasks.includes(only);
     }
+    mask = own;
   };
   model.addEventListener("change", choose);
   choose();
-  const labelled = ({ label, name }) => element("label", {}, label, inputs[name]);
   const form = element("form", {},
     ...panel.fields.filter((field) => !small.includes(field)).map(labelled),
     element("div", { class: "row" },
@@ -150,11 +159,11 @@ async function ask(panel, values, body, signal) {
 }
 
 function times(total, headers) {
-  const part = (name) => headers.get(`x-${name}-time`);
+  const part = (name) => measured(headers.get(`x-${name}-time`), "ms");
   return element("p", { class: "faint" },
-    `${total.toFixed(0)} ms in the browser. In the server: tokenizing ${part("tokenization")} ms, ` +
-    `queue ${part("queue")} ms, inference ${part("inference")} ms; ` +
-    `${headers.get("x-compute-tokens")} tokens.`);
+    `${measured(total.toFixed(0), "ms")} in the browser. In the server: tokenizing ${part("tokenization")}, ` +
+    `queue ${part("queue")}, inference ${part("inference")}; ` +
+    `${measured(headers.get("x-compute-tokens"), "tokens")}.`);
 }
 
 /** Returns the commands that repeat a request. */
@@ -175,7 +184,7 @@ function code(panel, values, body) {
 
 function copied(title, text) {
   const button = element("button", { type: "button" }, `Copy ${title}`);
-  const pre = element("pre", { tabIndex: 0 }, text);
+  const pre = element("pre", {}, text);
   button.addEventListener("click", async () => {
     try {
       await navigator.clipboard.writeText(text);

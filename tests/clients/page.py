@@ -1,6 +1,6 @@
 """Uses the page at / in headless Chromium and prints what it saw, as one line of JSON.
 
-python page.py CHROMIUM SCENARIO ADDRESS
+python page.py CHROMIUM SCENARIO ADDRESS [KEY]
 """
 
 import base64
@@ -129,6 +129,32 @@ def keyboard(browser: Browser, address: str) -> list[str]:
     return names
 
 
+def with_key(browser: Browser, address: str, key: str) -> dict[str, Any]:
+    """What the page of a server with keys shows before, without and with the right key."""
+    watched = Watched(browser, viewport={"width": 390, "height": 800})
+    page = watched.page
+    page.goto(address)
+    field = page.get_by_label("Key of this server")
+    field.wait_for()
+    seen: dict[str, Any] = {"before": page.inner_text("main"), "violations": axe(page)}
+    field.fill("wrong")
+    page.get_by_role("button", name="Use the key").click()
+    page.wait_for_function("!document.querySelector('input').value")
+    seen["wrong"] = page.inner_text("[role=alert]")
+    field.fill(key)
+    field.press("Enter")
+    page.get_by_role("heading", name="Python").wait_for()
+    seen["right"] = page.inner_text("main")
+    page.get_by_role("link", name="Live").click()
+    status = page.locator("main > p").last
+    expect(status).to_contain_text("40")
+    return seen | {"live": status.inner_text(), "messages": watched.messages}
+
+
+def axe(page: Page) -> list[str]:
+    return [violation["id"] for violation in Axe().run(page).response["violations"]]
+
+
 def api(browser: Browser, address: str) -> dict[str, Any]:
     """What the documentation of the API shows in the dark and on a phone."""
     phone = {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"}
@@ -159,15 +185,15 @@ def pictures(browser: Browser, address: str) -> dict[str, Any]:
     return seen
 
 
-SCENARIOS: dict[str, Callable[[Browser, str], Any]] = {
+SCENARIOS: dict[str, Callable[..., Any]] = {
     function.__name__: function
-    for function in (panels, mistakes, other_models, keyboard, api, pictures)
+    for function in (panels, mistakes, other_models, keyboard, with_key, api, pictures)
 }
 
 if __name__ == "__main__":
-    chromium, scenario, address = sys.argv[1:]
+    chromium, scenario, *given = sys.argv[1:]
     with sync_playwright() as playwright:
         # Chromium's sandbox needs a user namespace, which containers rarely allow.
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        print(json.dumps(SCENARIOS[scenario](browser, address)))
+        print(json.dumps(SCENARIOS[scenario](browser, *given)))
         browser.close()

@@ -13,6 +13,7 @@ from cloze.export.publish import export
 from cloze.model_store import Store
 from cloze.model_store.locations import DEFAULT_ROOT
 from tests.support import family_checkpoints, gliner
+from tests.support.command import cloze_here
 from tests.support.released_clients import CLIENTS, environment, printed
 from tests.support.serving import Server, running_server
 
@@ -36,7 +37,7 @@ def browse(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Browse:
         pytest.skip("chromium is not installed (Debian's package chromium)")
     python = environment("page.txt", tmp_path_factory.mktemp("browser") / "environment") / "python"
     command = [str(python), str(CLIENTS / "page.py"), chromium]
-    return lambda scenario, url=server.url: printed([*command, scenario, url])
+    return lambda scenario, *given: printed([*command, scenario, *(given or [server.url])])
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +113,23 @@ def test_mistakes_are_told_and_texts_are_no_markup(browse: Browse) -> None:
     assert seen["alert"].startswith("422: inputs holds no mask token")
     assert seen["images"] == 0
     assert [m for m in seen["messages"] if "422" not in m] == []  # Chromium logs each failed fetch
+
+
+def test_a_server_with_keys_is_tried_with_a_key(browse: Browse, tmp_path: Path) -> None:
+    """The page asks for the key, never shows it, and says what the key does not allow."""
+    file = tmp_path / "keys.toml"
+    key = cloze_here("keys", "add", "guest", "--file", str(file)).stdout.strip()
+    with running_server(DEFAULT_ROOT, "--keys-file", str(file), "--model", "cloze-bert") as server:
+        seen = browse("with_key", server.url, key)
+    assert seen["before"].split("\n") == ["Key of this server", "Use the key"]
+    assert seen["violations"] == []
+    assert seen["wrong"].startswith("401: ")
+    assert "Answer" in seen["right"]
+    assert "/fill-mask -H 'authorization: Bearer KEY' -d '" in seen["right"]
+    assert 'headers={"authorization": "Bearer KEY"}) as client:' in seen["right"]
+    assert key not in seen["right"]
+    assert seen["live"].startswith("403: ")
+    assert all("status of 40" in message for message in seen["messages"])
 
 
 def test_panels_send_what_other_models_need(browse: Browse, tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ const PLOTS = [
   { title: "Tokens in the queue", curves: { queue: "tokens" } },
 ];
 
-/** Shows the plots in a parent element; returns what ends them. */
-export function showLive(parent) {
+/** Shows the plots in a parent element, from scrapes with headers; returns what ends them. */
+export function showLive(parent, headers) {
   const history = [];
   const status = element("p", { class: "faint" }, "Waiting for two scrapes of /metrics ...");
   const figures = PLOTS.map(figure);
@@ -33,8 +33,8 @@ export function showLive(parent) {
       return;
     }
     try {
-      const response = await fetch("metrics");
-      if (!response.ok) throw new Error(`status ${response.status}`);
+      const response = await fetch("metrics", { headers });
+      if (!response.ok) throw new Error(`${response.status}: ${(await response.json()).error}`);
       const now = summary(await response.text(), performance.now() / 1000);
       if (ended) return;
       if (before && now.requests >= before.requests) { // else the server has started again
@@ -44,8 +44,8 @@ export function showLive(parent) {
         status.textContent = "";
       }
       before = now;
-    } catch {
-      status.textContent = "The server does not answer.";
+    } catch (error) { // a TypeError has no response
+      status.textContent = error instanceof TypeError ? "The server does not answer." : error.message;
     }
     if (!ended) timer = setTimeout(scrape, PERIOD_MS);
   }

@@ -10,13 +10,25 @@ const main = document.getElementById("main");
 const nav = document.getElementById("panels");
 
 let leave = () => {}; // ends what the shown panel has under way
+let headers = {}; // with the key, if the server has keys; a reload forgets the key
+
+const alarm = (message) => element("p", { class: "error", role: "alert" }, message);
 
 async function start() {
-  let info;
+  let response, info;
   try {
-    info = await (await fetch(`${BASE}/info`)).json();
+    response = await fetch(`${BASE}/info`, { headers });
+    info = await response.json();
   } catch {
-    main.replaceChildren(element("p", { class: "error", role: "alert" }, "The server does not answer."));
+    main.replaceChildren(alarm("The server does not answer."));
+    return;
+  }
+  if (response.status === 401 && !headers.authorization) {
+    main.replaceChildren(keyForm());
+    return;
+  }
+  if (!response.ok) {
+    main.replaceChildren(alarm(`${response.status}: ${info.error}`), keyForm());
     return;
   }
   for (const { task, title } of [...PANELS, LIVE]) {
@@ -27,6 +39,19 @@ async function start() {
     main.querySelector("h2").focus(); // the next Tab is in the panel, not in the tabs
   });
   route(info);
+}
+
+function keyForm() {
+  const key = element("input", { type: "password", required: true, autocomplete: "off" });
+  const form = element("form", {},
+    element("label", {}, "Key of this server", key),
+    element("div", {}, element("button", { type: "submit" }, "Use the key")));
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    headers = { authorization: `Bearer ${key.value}` };
+    start();
+  });
+  return form;
 }
 
 function route(info) {
@@ -40,7 +65,7 @@ function route(info) {
   }
   document.title = `${panel.title} - Cloze`;
   main.replaceChildren(element("h2", { tabIndex: -1 }, panel.title));
-  if (panel === LIVE) leave = showLive(main);
+  if (panel === LIVE) leave = showLive(main, headers);
   else if (panel.task in info.defaults) leave = showPanel(panel, info);
   else main.append(...notServed(panel));
 }
@@ -103,7 +128,7 @@ function showPanel(panel, info) {
       status.textContent = output.querySelector(".error") ? "" : "Answered.";
     } catch (error) {
       if (error.name === "AbortError") return;
-      output.replaceChildren(element("p", { class: "error", role: "alert" }, `No answer to show: ${error.message}`));
+      output.replaceChildren(alarm(`No answer to show: ${error.message}`));
     }
   });
   form.addEventListener("keydown", (event) => {
@@ -126,24 +151,23 @@ function input({ value, rows, kind, choices }) {
 
 /** Sends a request; returns the elements that show its answer, or what went wrong. */
 async function ask(panel, values, body, signal) {
-  const alarm = (message) => [element("p", { class: "error", role: "alert" }, message)];
   const started = performance.now();
   let response, answer;
   try {
     response = await fetch(BASE + panel.route, {
       method: "POST",
-      headers: { "content-type": "application/json" },
+      headers: { "content-type": "application/json", ...headers },
       body: JSON.stringify(body),
       signal,
     });
     answer = await response.json();
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    return alarm("The server does not answer.");
+    return [alarm("The server does not answer.")];
   }
   if (!response.ok) {
     const wait = response.headers.get("retry-after");
-    return alarm(`${response.status}: ${answer.error}${wait ? `; try again in ${wait} s` : ""}`);
+    return [alarm(`${response.status}: ${answer.error}${wait ? `; try again in ${wait} s` : ""}`)];
   }
   const cut = Number(response.headers.get("x-truncated"));
   const warnings = [
@@ -170,14 +194,15 @@ function times(total, headers) {
 function code(panel, values, body) {
   const json = JSON.stringify(body).replaceAll("'", "'\\''");
   const call = panel.python(values).slice(0, -1) + (body.model ? `, model="${body.model}")` : ")");
+  const key = headers.authorization ? " -H 'authorization: Bearer KEY'" : ""; // KEY is the user's
   const program = [
     "from cloze.client import Client",
     "",
-    `with Client("${BASE}") as client:`,
+    `with Client("${BASE}"${headers.authorization ? ', headers={"authorization": "Bearer KEY"}' : ""}) as client:`,
     `    print(${call})`,
   ].join("\n");
   return [
-    ...copied("curl", `curl ${BASE}${panel.route} -d '${json}'`),
+    ...copied("curl", `curl ${BASE}${panel.route}${key} -d '${json}'`),
     ...copied("Python", program),
   ];
 }

@@ -25,7 +25,7 @@ from cloze.doctor import doctor
 from cloze.failing import fail
 from cloze.fetch_command import fetch
 from cloze.keys_command import keys
-from cloze.model_sources import SourceError, bundles_to_serve
+from cloze.model_sources import SourceError, bundles_to_serve, offered
 from cloze.model_store.heads import HEADS
 from cloze.model_store.heads.sequence_classification import RERANK
 from cloze.model_store.installation import build, install_command
@@ -295,8 +295,6 @@ def _share(source: str, base: str, store: Store, out: Path, task: str | None) ->
 
 
 def _print_exported(bundle: Bundle) -> None:
-    from cloze.service.tasks import TASKS
-
     manifest = bundle.manifest
     worst = max(manifest.parity.max_error.values(), default=0.0)
     rounded = "" if manifest.graph.weights is Weights.FP32 else " of the same rounded weights"
@@ -305,8 +303,7 @@ def _print_exported(bundle: Bundle) -> None:
     )
     for precision, gate in gates(manifest).items():
         click.echo(f"{precision} beside the checkpoint: {measured(gate)}")
-    offered = [name for name, task in TASKS.items() if task.is_served_by(manifest)]
-    click.echo(f"{manifest.reference} offers {', '.join(offered)}")
+    click.echo(f"{manifest.reference} offers {offered(manifest)}")
 
 
 class _Bench(click.Group):

@@ -59,8 +59,6 @@ _REF = "#/components/schemas/{model}"
 _HERE: Final = "."
 """The server's address, relative to the OpenAPI document, which may lie below a proxy's path."""
 
-_KEY: Final = {"type": "http", "scheme": "bearer"}
-
 MODEL = ("string", "the model that answered, NAME@VERSION; absent if none was chosen")
 REQUEST_ID = ("string", "the id of the request: the client's own `X-Request-Id`, or a random one")
 ERROR_CODE = ("string", "the stable code of the error, which the API's documentation lists")
@@ -140,8 +138,7 @@ def document(title: str, version: str, description: str, routes: Sequence[Route]
         "info": {"title": title, "version": version, "description": description},
         "servers": [{"url": _HERE}],
         "paths": paths,
-        "components": {"schemas": definitions, "securitySchemes": {"key": _KEY}},
-        "security": [{}, {"key": []}],  # only a server with keys needs one
+        "components": {"schemas": definitions},
     }
 
 

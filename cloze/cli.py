@@ -25,7 +25,7 @@ from cloze.doctor import doctor
 from cloze.failing import fail
 from cloze.fetch_command import fetch
 from cloze.keys_command import keys
-from cloze.model_sources import SourceError, bundles_to_serve
+from cloze.model_sources import SourceError, bundles_to_serve, offered
 from cloze.model_store.heads import HEADS
 from cloze.model_store.heads.sequence_classification import RERANK
 from cloze.model_store.installation import build, install_command
@@ -299,11 +299,11 @@ def _print_exported(bundle: Bundle) -> None:
     worst = max(manifest.parity.max_error.values(), default=0.0)
     rounded = "" if manifest.graph.weights is Weights.FP32 else " of the same rounded weights"
     click.echo(
-        f"{manifest.reference}: {', '.join(manifest.tasks)}; "
-        f"differs from torch{rounded} by {worst:.1e} at most; in {bundle.path}"
+        f"{manifest.reference} differs from torch{rounded} by {worst:.1e} at most; in {bundle.path}"
     )
     for precision, gate in gates(manifest).items():
         click.echo(f"{precision} beside the checkpoint: {measured(gate)}")
+    click.echo(f"{manifest.reference} offers {offered(manifest)}")
 
 
 class _Bench(click.Group):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from cloze.model_store.installation import install_command
-from cloze.model_store.manifest import NAME_PATTERN, Precision
+from cloze.model_store.manifest import NAME_PATTERN, Manifest, Precision
 from cloze.model_store.processor import int8_advantage
 from cloze.model_store.store import Store, StoreError
 from cloze.source_records import (
@@ -292,6 +292,13 @@ def _check_space(root: Path, folder: Path) -> None:
         )
 
 
+def offered(manifest: Manifest) -> str:
+    """Return the names of the tasks that a bundle does."""
+    from cloze.service.tasks import TASKS
+
+    return ", ".join(name for name, task in TASKS.items() if task.is_served_by(manifest))
+
+
 def _export(
     source: str,
     revision: str | None,
@@ -316,6 +323,7 @@ def _export(
         raise SourceError(f"model {source}: {error}") from error
     if bundle.manifest.reference not in before:
         report(f"exported {source} as {bundle.manifest.reference} to {bundle.path}")
+        report(f"  offers {offered(bundle.manifest)}")
     if not precisions and (instructions := int8_advantage()):
         report(
             f"  note: int8 is faster on this processor ({instructions}); for it, serve with "

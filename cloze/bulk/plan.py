@@ -17,6 +17,12 @@ class FileFormat(StrEnum):
     PARQUET = "parquet"
     JSONL = "jsonl"
     CSV = "csv"
+    TSV = "tsv"
+
+    @property
+    def delimiter(self) -> str | None:
+        """The character between the fields of a table of text; None for other formats."""
+        return {FileFormat.CSV: ",", FileFormat.TSV: "\t"}.get(self)
 
 
 @dataclass(frozen=True, slots=True)

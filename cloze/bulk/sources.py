@@ -19,9 +19,10 @@ _SUFFIXES = {
     ".jsonl": FileFormat.JSONL,
     ".ndjson": FileFormat.JSONL,
     ".csv": FileFormat.CSV,
+    ".tsv": FileFormat.TSV,
 }
 
-_KNOWN = "Parquet (.parquet), JSON lines (.jsonl, .ndjson) and CSV (.csv) are read"
+_KNOWN = "Parquet (.parquet), JSON lines (.jsonl, .ndjson), CSV (.csv) and TSV (.tsv) are read"
 
 
 def input_files(paths: Sequence[Path]) -> tuple[FileFormat, list[InputFile]]:

@@ -1,4 +1,4 @@
-"""Rows of JSONL and CSV files, with the bytes where they begin.
+"""Rows of JSONL, CSV and TSV files, with the bytes where they begin.
 
 One pass over a file finds the bytes of each shard and the types of the columns. The parser of the
 pass is the parser that reads a shard, so both see the same rows.
@@ -117,7 +117,7 @@ def scan(
         types: receives the columns of a JSONL file.
 
     Returns:
-        The shards, and the columns of a CSV file in order.
+        The shards, and the columns of a CSV or TSV file in order.
 
     Raises:
         BulkError: the file cannot be divided into rows.
@@ -127,9 +127,9 @@ def scan(
     with path.open("rb") as stream:
         lines = _Lines(stream, path, 0, None)
         header = None
-        if file_format is FileFormat.CSV:
-            header = _header(path, lines)
-            rows = _csv_rows(path, lines, header)
+        if (delimiter := file_format.delimiter) is not None:
+            header = _header(path, lines, delimiter)
+            rows = _table_rows(path, lines, delimiter, header)
         else:
             rows = _jsonl_rows(lines)
         start, count = lines.position, 0
@@ -153,8 +153,8 @@ def read(path: Path, file_format: FileFormat, place: Range, header: list[str]) -
     """
     with path.open("rb") as stream:
         lines = _Lines(stream, path, place.start, place.end)
-        if file_format is FileFormat.CSV:
-            yield from _csv_rows(path, lines, header)
+        if (delimiter := file_format.delimiter) is not None:
+            yield from _table_rows(path, lines, delimiter, header)
         else:
             yield from _jsonl_rows(lines)
 
@@ -174,24 +174,27 @@ def _jsonl_rows(lines: _Lines) -> Iterator[ReadRow]:
             yield None, "the line is not a JSON object"
 
 
-def _header(path: Path, lines: _Lines) -> list[str]:
+def _header(path: Path, lines: _Lines, delimiter: str) -> list[str]:
     try:
-        header = csv_rows.header_of(_records(path, lines))
+        header = csv_rows.header_of(_records(path, lines, delimiter))
     except ValueError as error:
         raise BulkError(f"{path} {error}") from None
     return header
 
 
-def _csv_rows(path: Path, lines: _Lines, header: list[str]) -> Iterator[ReadRow]:
-    for _, record in _records(path, lines):
+def _table_rows(path: Path, lines: _Lines, delimiter: str, header: list[str]) -> Iterator[ReadRow]:
+    for _, record in _records(path, lines, delimiter):
         yield csv_rows.named(header, record)
 
 
-def _records(path: Path, lines: _Lines) -> Iterator[tuple[int, list[str]]]:
+def _records(path: Path, lines: _Lines, delimiter: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the records that are not empty; a record may have several lines."""
     try:
-        yield from csv_rows.records(lines.texts(), most_characters=MAX_LINE_BYTES)
+        yield from csv_rows.records(
+            lines.texts(), most_characters=MAX_LINE_BYTES, delimiter=delimiter
+        )
     except csv.Error as error:
+        kind = path.suffix[1:].upper()
         raise BulkError(
-            f"{path} is not a CSV file: before byte {lines.position}, {error}"
+            f"{path} is not a {kind} file: before byte {lines.position}, {error}"
         ) from None

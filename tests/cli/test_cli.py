@@ -24,8 +24,10 @@ def test_a_checkpoint_becomes_a_bundle_that_can_be_looked_at_and_removed(
     tasks = ("--task", "embed", "--task", "fill-mask")
     done = cloze_here("export", str(checkpoints["bert"]), "--name", "tiny", *tasks, *store)
     assert done.exit_code == 0, done.stderr
-    assert done.stdout.startswith("tiny@1: embed, fill-mask; differs from torch by ")
-    assert "  offers fill-mask, embed\n" in done.stderr
+    assert done.stdout.startswith("tiny@1 differs from torch by ")
+    offered = "fill-mask, score, embed, similarity"
+    assert done.stdout.endswith(f"\ntiny@1 offers {offered}\n")
+    assert "  heads for fill-mask, embed\n" in done.stderr
     assert "is not offered" not in done.stderr
 
     assert cloze_here("store", "list", *store).stdout.startswith("tiny@1 ")

@@ -39,7 +39,7 @@ def test_a_directory_is_exported_once_and_served(checkpoint: Path, tmp_path: Pat
         answer = httpx.post(f"{server.url}/embed", json={"inputs": "a"})
         assert answer.headers["x-model"] == "my-bert@1"
         assert any(line.startswith("exporting ") for line in server.log)
-        assert any(line.startswith("  offers fill-mask, nsp, embed") for line in server.log)
+        assert any(line.startswith("  offers fill-mask, score, embed, ") for line in server.log)
         assert not any("is not offered" in line for line in server.log)
     with running_server(store, *model) as server:
         assert not any("export" in line for line in server.log)

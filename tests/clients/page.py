@@ -1,6 +1,6 @@
 """Uses the page at / in headless Chromium and prints what it saw, as one line of JSON.
 
-python page.py CHROMIUM SCENARIO ADDRESS
+python page.py CHROMIUM SCENARIO ADDRESS [KEY]
 """
 
 import base64
@@ -61,7 +61,8 @@ def panels(browser: Browser, address: str) -> dict[str, Any]:
         if options is desk:
             seen["choices"] = sets_of(watched, address)
             seen["idle"] = idle_legends(watched, address)
-            seen["rows of tabs"] = rows_of_tabs(watched)
+            seen["tabs in rows"] = in_rows(watched, "#panels a")
+            seen["plots in rows"] = in_rows(watched, "main figure")
         messages += watched.messages
         addresses |= watched.addresses
     return seen | {"messages": messages, "addresses": sorted(addresses)}
@@ -73,18 +74,20 @@ def sets_of(watched: Watched, address: str) -> list[str]:
     return page.get_by_label("Label set").locator("option").all_inner_texts()
 
 
-def idle_legends(watched: Watched, address: str) -> list[str]:
-    """The legends of the live plots after two scrapes without a request between them."""
+def idle_legends(watched: Watched, address: str) -> dict[str, bool]:
+    """Whether each curve is drawn, by its legend, after two scrapes without a request between."""
     page = watched.open(address, "live")
     expect(page.locator(".legend").first).to_contain_text("0.0", timeout=30_000)
-    return page.locator(".legend span").all_inner_texts()
+    legends = page.locator(".legend span").all_inner_texts()
+    curves = page.locator("figure path").evaluate_all("all => all.map((a) => a.getAttribute('d'))")
+    return dict(zip(legends, map(bool, curves), strict=True))
 
 
-def rows_of_tabs(watched: Watched) -> int:
-    """The number of rows of the navigation on a screen of 1,280 pixels."""
+def in_rows(watched: Watched, selector: str) -> list[int]:
+    """How many of some elements each row has on a screen of 1,280 pixels."""
     watched.page.set_viewport_size({"width": 1280, "height": 800})
-    tops = watched.page.locator("#panels a").evaluate_all("all => all.map((a) => a.offsetTop)")
-    return len(set(tops))
+    tops = watched.page.locator(selector).evaluate_all("all => all.map((a) => a.offsetTop)")
+    return [tops.count(top) for top in dict.fromkeys(tops)]
 
 
 def mistakes(browser: Browser, address: str) -> dict[str, Any]:
@@ -102,12 +105,71 @@ def mistakes(browser: Browser, address: str) -> dict[str, Any]:
     return seen | {"images": page.locator("img").count(), "messages": watched.messages}
 
 
-def entities(browser: Browser, address: str) -> dict[str, Any]:
-    """What the two panels of a model that finds entities of any labels show."""
+def other_models(browser: Browser, address: str) -> dict[str, Any]:
+    """What panels of a model that finds entities of any labels, and of a RoBERTa, show."""
     watched = Watched(browser)
-    names = ("entities", "redact")
+    names = ("entities", "redact", "fill-mask")
     text = {name: watched.open(address, name).inner_text("main") for name in names}
     return {"text": text, "messages": watched.messages}
+
+
+def keyboard(browser: Browser, address: str) -> list[str]:
+    """The names of fields and buttons that Tab reaches after Enter on a tab."""
+    page = Watched(browser).open(address, "fill-mask")
+    page.get_by_role("heading", name="Python").wait_for()
+    page.get_by_role("link", name="Next sentence").focus()
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="Copy Python").wait_for()
+    names = []
+    for _ in range(6):
+        page.keyboard.press("Tab")
+        names.append(
+            page.locator(":focus").evaluate("e => (e.labels?.[0] ?? e).firstChild.textContent")
+        )
+    return names
+
+
+def with_key(browser: Browser, address: str, key: str) -> dict[str, Any]:
+    """What the page of a server with keys shows before, without and with the right key."""
+    watched = Watched(browser, viewport={"width": 390, "height": 800})
+    page = watched.page
+    page.goto(address)
+    field = page.get_by_label("Key of this server")
+    field.wait_for()
+    seen: dict[str, Any] = {"before": page.inner_text("main"), "violations": axe(page)}
+    field.fill("wrong")
+    page.get_by_role("button", name="Use the key").click()
+    page.wait_for_function("!document.querySelector('input').value")
+    seen["wrong"] = page.inner_text("[role=alert]")
+    field.fill(key)
+    field.press("Enter")
+    page.get_by_role("heading", name="Python").wait_for()
+    seen["right"] = page.inner_text("main")
+    page.get_by_role("link", name="Live").click()
+    status = page.locator("main > p").last
+    expect(status).to_contain_text("40")
+    return seen | {"live": status.inner_text(), "messages": watched.messages}
+
+
+def axe(page: Page) -> list[str]:
+    return [violation["id"] for violation in Axe().run(page).response["violations"]]
+
+
+def api(browser: Browser, address: str) -> dict[str, Any]:
+    """What the documentation of the API shows in the dark and on a phone."""
+    phone = {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"}
+    watched = Watched(browser, **phone)
+    page = watched.page
+    page.goto(f"{address}/docs")
+    page.locator(".opblock-summary-control").first.click()
+    page.locator(".opblock-body .responses-wrapper").wait_for()
+    shade = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
+    return {
+        "background": shade,
+        "servers": page.get_by_text("Servers").count(),
+        "wide": page.evaluate("document.documentElement.scrollWidth > innerWidth"),
+        "messages": watched.messages,
+    }
 
 
 def pictures(browser: Browser, address: str) -> dict[str, Any]:
@@ -123,14 +185,15 @@ def pictures(browser: Browser, address: str) -> dict[str, Any]:
     return seen
 
 
-SCENARIOS: dict[str, Callable[[Browser, str], dict[str, Any]]] = {
-    function.__name__: function for function in (panels, mistakes, entities, pictures)
+SCENARIOS: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (panels, mistakes, other_models, keyboard, with_key, api, pictures)
 }
 
 if __name__ == "__main__":
-    chromium, scenario, address = sys.argv[1:]
+    chromium, scenario, *given = sys.argv[1:]
     with sync_playwright() as playwright:
         # Chromium's sandbox needs a user namespace, which containers rarely allow.
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        print(json.dumps(SCENARIOS[scenario](browser, address)))
+        print(json.dumps(SCENARIOS[scenario](browser, *given)))
         browser.close()

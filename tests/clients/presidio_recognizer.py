@@ -31,7 +31,7 @@ class ClozeRecognizer(EntityRecognizer):
     def analyze(
         self, text: str, entities: Sequence[str], nlp_artifacts: NlpArtifacts | None = None
     ) -> list[RecognizerResult]:
-        parameters = {"aggregation_strategy": "first", "long_text": "window"}
+        parameters = {"aggregation_strategy": "first", "words": "tokenizer", "long_text": "window"}
         body = {"inputs": text, "parameters": parameters, "model": self.model}
         found = httpx.post(self.url, json=body).raise_for_status().json()
         return [

@@ -187,7 +187,7 @@ def test_the_export_image_exports_what_the_serving_image_serves(
         volumes = ("--volume", f"{checkpoint}:/checkpoint:ro", "--volume", f"{bundles}:/bundles")
         command = ("export", "/checkpoint", "--name", "mine")
         done = containers.run(exporter, *command, options=("--network", "none", *volumes))
-        assert done.stdout.startswith("mine@1: "), done.stdout + done.stderr
+        assert done.stdout.startswith("mine@1 "), done.stdout + done.stderr
         listed = json.loads(output(exporter, "/opt/cloze/sbom.cdx.json", entrypoint="cat"))
         installed = json.loads(output(exporter, "-c", DISTRIBUTIONS))
         assert sorted([p["name"], p["version"]] for p in listed["components"]) == sorted(installed)

@@ -8,15 +8,19 @@ import random
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import PreTrainedTokenizerFast, TokenClassificationPipeline
+from transformers.pipelines.token_classification import AggregationStrategy
 
 from cloze.model_store.heads import ArrayResult
 from cloze.service.tasks.qa import QaPair
 from cloze.service.tasks.task import TaskContext
-from tests.support.task_model import decoded, prepared
+from tests.support.task_model import LABELS, decoded, prepared
 from tests.support.tokenizer_references import KINDS, lines, served
 
 
@@ -70,7 +74,11 @@ def test_entities_are_whole_words_without_spaces(kind: str, strategy: str, tmp_p
         if not encoding.ids:
             continue
         chosen = random.Random(number).choices(range(4), k=len(encoding.ids) + 2)
-        parameters = {"aggregation_strategy": strategy, "ignore_labels": []}
+        parameters = {
+            "aggregation_strategy": strategy,
+            "words": "tokenizer",
+            "ignore_labels": [],
+        }
         request = prepared("token-classification", text, context, **parameters)
         result = {"token_classification": ArrayResult(9 * labels[chosen])}
         [entities] = decoded("token-classification", request, [result], context)
@@ -90,6 +98,50 @@ def test_entities_are_whole_words_without_spaces(kind: str, strategy: str, tmp_p
             for places in inside:
                 covered = places & set(range(entity.start, entity.end))
                 assert covered in (set(), places), (ascii(text), entity)
+
+
+@pytest.mark.filterwarnings("ignore:Tokenizer does not support real words")
+@pytest.mark.parametrize("strategy", ["none", "simple", "first", "average", "max"])
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"wordpiece-vocabulary", "bytes-merges"}))
+def test_entities_are_those_of_the_pipeline(kind: str, strategy: str, tmp_path: Path) -> None:
+    """The same logits become the same groups with the same scores, by transformers' own code."""
+    KINDS[kind].write(tmp_path)
+    context = served(tmp_path)
+    fast = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    if (unknown := context.tokenizer.unknown_id) is not None:
+        fast.unk_token = context.tokenizer.token_of(unknown)
+    oracle = object.__new__(TokenClassificationPipeline)  # without a model, which it only runs
+    oracle.tokenizer = fast
+    oracle.model = SimpleNamespace(config=SimpleNamespace(id2label=LABELS))
+    compared = 0
+    for number, text in enumerate(lines(120)):
+        encoding = fast(text, add_special_tokens=False, return_offsets_mapping=True)
+        if not encoding["input_ids"]:
+            continue
+        count = len(encoding["input_ids"])
+        logits = np.random.default_rng(number).normal(size=(count + 2, len(LABELS)))
+        theirs = oracle.postprocess(
+            [{
+                "logits": torch.tensor(logits[None, 1:-1], dtype=torch.float32),
+                "input_ids": torch.tensor([encoding["input_ids"]]),
+                "offset_mapping": [encoding["offset_mapping"]],
+                "special_tokens_mask": torch.zeros(1, count, dtype=torch.int64),
+                "sentence": text,
+            }],
+            AggregationStrategy(strategy),
+        )  # fmt: skip
+        request = prepared("token-classification", text, context, aggregation_strategy=strategy)
+        result = {"token_classification": ArrayResult(logits.astype(np.float32))}
+        [ours] = decoded("token-classification", request, [result], context)
+        label = "entity" if strategy == "none" else "entity_group"
+        shown = [(getattr(each, label), text[each.start : each.end].strip()) for each in ours]
+        assert shown == [
+            (each[label], text[each["start"] : each["end"]].strip()) for each in theirs
+        ], ascii(text)
+        scores = [each["score"] for each in theirs]
+        assert [each.score for each in ours] == pytest.approx(scores, rel=1e-5)
+        compared += len(ours)
+    assert compared > 300
 
 
 NAMES = [

@@ -248,9 +248,12 @@ def test_tasks_are_drawn_by_the_square_roots_of_their_sizes() -> None:
 
 
 @pytest.mark.parametrize("name", fine_tuning.slow_but(COMMANDS, "label"))
-def test_peft_reads_an_adapter_and_exports_merge_it(name: str, bert: Path, tmp_path: Path) -> None:
+def test_peft_reads_an_adapter_and_exports_merge_it(
+    name: str, bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = CASES[name]
-    folder = run(name, bert, tmp_path, "--lora", "4", recipe=case.recipe + LORA)
+    monkeypatch.chdir(bert.parent)
+    folder = run(name, Path(bert.name), tmp_path, "--lora", "4", recipe=case.recipe + LORA)
     assert held_out(folder)[case.figure] > 0.6 * case.least
     assert not (folder / "model.safetensors").exists()
     described = json.loads((folder / "adapter_config.json").read_text())

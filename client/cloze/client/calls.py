@@ -250,6 +250,7 @@ def token_classification(
     texts: str | Sequence[str],
     *,
     aggregation_strategy: Literal["none", "simple", "first", "average", "max"] | None = None,
+    words: Literal["transformers", "tokenizer"] | None = None,
     label_set: str | None = None,
     stride: int | None = None,
     long_text: LongText | None = None,
@@ -259,6 +260,8 @@ def token_classification(
 
     Args:
         aggregation_strategy: how tokens form entities; None selects "simple".
+        words: where words of "first", "average" and "max" begin: as for transformers' pipeline, or
+            as for the tokenizer, to which punctuation is a word; None selects "transformers".
         label_set: one of the model's label sets; None selects the first.
         stride: number of tokens that neighbouring windows of a long text share; None cuts it.
         long_text: whether to refuse, cut or divide a long text; None selects "truncate".
@@ -273,6 +276,7 @@ def token_classification(
         read,
         model,
         aggregation_strategy=aggregation_strategy,
+        words=words,
         label_set=label_set,
         stride=stride,
         long_text=long_text,

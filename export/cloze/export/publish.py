@@ -131,7 +131,7 @@ def export(
         if not note.endswith(NO_TENSORS):
             report(f"  note: {note}")
     heads = _choose_heads(checkpoint, options)
-    report(f"  offers {', '.join(head.task for head in heads)}")
+    report(f"  heads for {', '.join(head.task for head in heads)}")
     if reranks:
         checkpoint = _as_reranker(checkpoint)
     job = _round(checkpoint, heads, options)

@@ -4,6 +4,7 @@ Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models".
 """
 
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -47,17 +48,20 @@ def add_low_rank(model: PreTrainedModel, recipe: LowRank, source: Folder) -> Pef
         ]
         heads += ["pooler"] if getattr(base, "pooler", None) is not None else []
     kind = next((task for end, task in _TASKS.items() if type(model).__name__.endswith(end)), None)
-    is_hub = source.revision is not None
+    location = source.location if source.revision is not None else str(source.path.resolve())
+    model.name_or_path = location  # peft writes this as the adapter's base
     config = LoraConfig(
         r=recipe.rank,
         lora_alpha=recipe.alpha,  # type: ignore[arg-type]  # peft divides it, whatever it is
         target_modules=[name for name in linears if pattern.fullmatch(name)],
         modules_to_save=heads or None,
         task_type=kind or TaskType.FEATURE_EXTRACTION,
-        base_model_name_or_path=source.location if is_hub else str(source.path.resolve()),
+        base_model_name_or_path=location,
         revision=source.revision,
     )
-    adapted: Any = get_peft_model(model, config)
+    with warnings.catch_warnings():  # peft asks transformers by a name that is deprecated
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        adapted: Any = get_peft_model(model, config)
     return adapted  # type: ignore[no-any-return]
 
 

@@ -43,4 +43,7 @@ export function spanned(text, spans) {
 
 export const clamp = (number) => Math.min(1, Math.max(0, number));
 
-export const percent = (share) => `${(share * 100).toFixed(share < 0.1 ? 2 : 1)} %`;
+/** Returns a number with its unit, which stay on one line. */
+export const measured = (number, unit) => `${number}\u00a0${unit}`;
+
+export const percent = (share) => measured((share * 100).toFixed(share < 0.1 ? 2 : 1), "%");

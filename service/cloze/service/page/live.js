@@ -13,8 +13,8 @@ const PLOTS = [
   { title: "Tokens in the queue", curves: { queue: "tokens" } },
 ];
 
-/** Shows the plots in a parent element; returns what ends them. */
-export function showLive(parent) {
+/** Shows the plots in a parent element, from scrapes with headers; returns what ends them. */
+export function showLive(parent, headers) {
   const history = [];
   const status = element("p", { class: "faint" }, "Waiting for two scrapes of /metrics ...");
   const figures = PLOTS.map(figure);
@@ -33,8 +33,8 @@ export function showLive(parent) {
       return;
     }
     try {
-      const response = await fetch("metrics");
-      if (!response.ok) throw new Error(`status ${response.status}`);
+      const response = await fetch("metrics", { headers });
+      if (!response.ok) throw new Error(`${response.status}: ${(await response.json()).error}`);
       const now = summary(await response.text(), performance.now() / 1000);
       if (ended) return;
       if (before && now.requests >= before.requests) { // else the server has started again
@@ -44,8 +44,8 @@ export function showLive(parent) {
         status.textContent = "";
       }
       before = now;
-    } catch {
-      status.textContent = "The server does not answer.";
+    } catch (error) { // a TypeError has no response
+      status.textContent = error instanceof TypeError ? "The server does not answer." : error.message;
     }
     if (!ended) timer = setTimeout(scrape, PERIOD_MS);
   }
@@ -120,7 +120,7 @@ function figure({ title, curves }) {
   const kind = (index) => (index ? "second" : "first");
   const drawing = svg("svg", { viewBox: `0 0 ${POINTS} 100`, preserveAspectRatio: "none", role: "img" });
   drawing.append(svg("line", { x1: 0, x2: POINTS, y1: 50, y2: 50 }));
-  const lines = names.map((_, index) => svg("polyline", { class: kind(index) }));
+  const lines = names.map((_, index) => svg("path", { class: kind(index) }));
   drawing.append(...lines);
   const legend = names.map((name, index) => element("span", { class: kind(index) }, curves[name]));
   const ticks = ["", "", "0"].map((text) => element("span", {}, text));
@@ -136,9 +136,11 @@ function figure({ title, curves }) {
   function draw(history) {
     const most = rounded(Math.max(...history.flatMap((point) => names.map((name) => point[name] ?? 0))));
     lines.forEach((line, index) => {
-      const points = history.map((point, i) =>
-        `${i + POINTS - history.length},${100 - 98 * ((point[names[index]] ?? 0) / most)}`);
-      line.setAttribute("points", points.join(" "));
+      const values = history.map((point) => point[names[index]]);
+      line.setAttribute("d", values.map((value, i) => { // a gap where there is no value
+        const place = `${i + POINTS - history.length},${100 - 98 * (value / most)}`;
+        return value === null ? "" : `${(values[i - 1] ?? null) === null ? `M${place}` : ""}L${place}`;
+      }).join(""));
     });
     [ticks[0].textContent, ticks[1].textContent] = [String(most), String(most / 2)];
     names.forEach((name, index) => {

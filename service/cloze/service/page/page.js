@@ -1,6 +1,6 @@
 // The page: chooses a panel by the address, sends its request, and shows answer, times and code.
 
-import { element } from "./elements.js";
+import { element, measured } from "./elements.js";
 import { showLive } from "./live.js";
 import { PANELS } from "./panels.js";
 
@@ -10,20 +10,48 @@ const main = document.getElementById("main");
 const nav = document.getElementById("panels");
 
 let leave = () => {}; // ends what the shown panel has under way
+let headers = {}; // with the key, if the server has keys; a reload forgets the key
+
+const alarm = (message) => element("p", { class: "error", role: "alert" }, message);
 
 async function start() {
-  let info;
+  let response, info;
   try {
-    info = await (await fetch(`${BASE}/info`)).json();
+    response = await fetch(`${BASE}/info`, { headers });
+    info = await response.json();
   } catch {
-    main.replaceChildren(element("p", { class: "error", role: "alert" }, "The server does not answer."));
+    main.replaceChildren(alarm("The server does not answer."));
+    return;
+  }
+  if (response.status === 401 && !headers.authorization) {
+    main.replaceChildren(keyForm());
+    return;
+  }
+  if (!response.ok) {
+    main.replaceChildren(alarm(`${response.status}: ${info.error}`), keyForm());
     return;
   }
   for (const { task, title } of [...PANELS, LIVE]) {
     nav.append(element("a", { href: `#${task}` }, title));
   }
-  addEventListener("hashchange", () => route(info));
+  addEventListener("hashchange", () => {
+    route(info);
+    main.querySelector("h2").focus(); // the next Tab is in the panel, not in the tabs
+  });
   route(info);
+}
+
+function keyForm() {
+  const key = element("input", { type: "password", required: true, autocomplete: "off" });
+  const form = element("form", {},
+    element("label", {}, "Key of this server", key),
+    element("div", {}, element("button", { type: "submit" }, "Use the key")));
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    headers = { authorization: `Bearer ${key.value}` };
+    start();
+  });
+  return form;
 }
 
 function route(info) {
@@ -36,8 +64,8 @@ function route(info) {
     else link.removeAttribute("aria-current");
   }
   document.title = `${panel.title} - Cloze`;
-  main.replaceChildren(element("h2", {}, panel.title));
-  if (panel === LIVE) leave = showLive(main);
+  main.replaceChildren(element("h2", { tabIndex: -1 }, panel.title));
+  if (panel === LIVE) leave = showLive(main, headers);
   else if (panel.task in info.defaults) leave = showPanel(panel, info);
   else main.append(...notServed(panel));
 }
@@ -45,7 +73,7 @@ function route(info) {
 function notServed({ task, exported = task }) {
   return [
     element("p", {}, `No served model does ${task}. Export one from a checkpoint that has the head:`),
-    element("pre", { tabIndex: 0 }, `cloze export CHECKPOINT --name NAME --task ${exported}\ncloze serve`),
+    element("pre", {}, `cloze export CHECKPOINT --name NAME --task ${exported}\ncloze serve`),
   ];
 }
 
@@ -57,18 +85,24 @@ function showPanel(panel, info) {
   const model = element("select", { name: "model" }, ...options(models));
   model.value = info.defaults[panel.task];
   const small = panel.fields.filter(({ kind, choices }) => kind || choices);
-  const chosen = panel.fields.filter(({ choices }) => choices);
   const served = () =>
     info.models.find(({ name, version }) => `${name}@${version}` === model.value);
+  const labels = Object.fromEntries(panel.fields.map(({ label, name }) =>
+    [name, element("label", {}, element("span", {}, label), inputs[name])]));
+  const labelled = ({ name }) => labels[name];
+  let mask = "[MASK]";
   const choose = () => {
-    for (const { name, choices } of chosen) {
-      inputs[name].replaceChildren(...options(served()[choices] ?? []));
-      inputs[name].disabled = !inputs[name].options.length; // a model with one set has no names
+    const { tasks, mask_token: own = mask, ...told } = served();
+    for (const { name, choices, only } of panel.fields) {
+      if (choices) inputs[name].replaceChildren(...options(told[choices] ?? []));
+      else inputs[name].value = inputs[name].value.replaceAll(mask, own);
+      labels[name].firstChild.textContent = labels[name].firstChild.textContent.replace(mask, own);
+      labels[name].hidden = choices ? !told[choices] : only && !tasks.includes(only);
     }
+    mask = own;
   };
   model.addEventListener("change", choose);
   choose();
-  const labelled = ({ label, name }) => element("label", {}, label, inputs[name]);
   const form = element("form", {},
     ...panel.fields.filter((field) => !small.includes(field)).map(labelled),
     element("div", { class: "row" },
@@ -94,7 +128,7 @@ function showPanel(panel, info) {
       status.textContent = output.querySelector(".error") ? "" : "Answered.";
     } catch (error) {
       if (error.name === "AbortError") return;
-      output.replaceChildren(element("p", { class: "error", role: "alert" }, `No answer to show: ${error.message}`));
+      output.replaceChildren(alarm(`No answer to show: ${error.message}`));
     }
   });
   form.addEventListener("keydown", (event) => {
@@ -117,24 +151,23 @@ function input({ value, rows, kind, choices }) {
 
 /** Sends a request; returns the elements that show its answer, or what went wrong. */
 async function ask(panel, values, body, signal) {
-  const alarm = (message) => [element("p", { class: "error", role: "alert" }, message)];
   const started = performance.now();
   let response, answer;
   try {
     response = await fetch(BASE + panel.route, {
       method: "POST",
-      headers: { "content-type": "application/json" },
+      headers: { "content-type": "application/json", ...headers },
       body: JSON.stringify(body),
       signal,
     });
     answer = await response.json();
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    return alarm("The server does not answer.");
+    return [alarm("The server does not answer.")];
   }
   if (!response.ok) {
     const wait = response.headers.get("retry-after");
-    return alarm(`${response.status}: ${answer.error}${wait ? `; try again in ${wait} s` : ""}`);
+    return [alarm(`${response.status}: ${answer.error}${wait ? `; try again in ${wait} s` : ""}`)];
   }
   const cut = Number(response.headers.get("x-truncated"));
   const warnings = [
@@ -150,32 +183,33 @@ async function ask(panel, values, body, signal) {
 }
 
 function times(total, headers) {
-  const part = (name) => headers.get(`x-${name}-time`);
+  const part = (name) => measured(headers.get(`x-${name}-time`), "ms");
   return element("p", { class: "faint" },
-    `${total.toFixed(0)} ms in the browser. In the server: tokenizing ${part("tokenization")} ms, ` +
-    `queue ${part("queue")} ms, inference ${part("inference")} ms; ` +
-    `${headers.get("x-compute-tokens")} tokens.`);
+    `${measured(total.toFixed(0), "ms")} in the browser. In the server: tokenizing ${part("tokenization")}, ` +
+    `queue ${part("queue")}, inference ${part("inference")}; ` +
+    `${measured(headers.get("x-compute-tokens"), "tokens")}.`);
 }
 
 /** Returns the commands that repeat a request. */
 function code(panel, values, body) {
   const json = JSON.stringify(body).replaceAll("'", "'\\''");
   const call = panel.python(values).slice(0, -1) + (body.model ? `, model="${body.model}")` : ")");
+  const key = headers.authorization ? " -H 'authorization: Bearer KEY'" : ""; // KEY is the user's
   const program = [
     "from cloze.client import Client",
     "",
-    `with Client("${BASE}") as client:`,
+    `with Client("${BASE}"${headers.authorization ? ', headers={"authorization": "Bearer KEY"}' : ""}) as client:`,
     `    print(${call})`,
   ].join("\n");
   return [
-    ...copied("curl", `curl ${BASE}${panel.route} -d '${json}'`),
+    ...copied("curl", `curl ${BASE}${panel.route}${key} -d '${json}'`),
     ...copied("Python", program),
   ];
 }
 
 function copied(title, text) {
   const button = element("button", { type: "button" }, `Copy ${title}`);
-  const pre = element("pre", { tabIndex: 0 }, text);
+  const pre = element("pre", {}, text);
   button.addEventListener("click", async () => {
     try {
       await navigator.clipboard.writeText(text);

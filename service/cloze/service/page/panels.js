@@ -17,7 +17,8 @@ const replaced = ({ labels, tasks }) =>
 /** The panels in the order of the page.
  *
  * `exported` is the task to export for the panel, if it is another one. A field is a text, several
- * lines if it has `rows`, or one of the names that `/info` has of the model under `choices`. `body`
+ * lines if it has `rows`, or one of the names that `/info` has of the model under `choices`. Models
+ * without the task `only` have no use for a field. Texts have [MASK] for the model's own mask. `body`
  * and `python` take the values of the fields by name, and the `tasks` of the chosen model; `show`
  * takes the answer and the values, and returns elements.
  */
@@ -104,12 +105,12 @@ export const PANELS = [
       const mark = ({ start, end }) => place.replaceChildren(
         spanned(context, [{ start, end, make: (part) => element("mark", {}, part) }]));
       mark(spans[0]);
-      const others = spans.map((answer) => {
+      const others = spans.flatMap((answer) => {
         const button = element("button", { type: "button" }, answer.answer || "(no answer)");
         button.addEventListener("click", () => mark(answer));
-        return element("p", {}, button, ` ${percent(answer.score)}`);
+        return [button, element("span", {}, percent(answer.score))];
       });
-      return [place, element("h3", {}, "Answers"), ...others];
+      return [place, element("h3", {}, "Answers"), element("div", { class: "answers" }, ...others)];
     },
   },
   {
@@ -162,7 +163,7 @@ export const PANELS = [
     route: "/redact",
     fields: [
       { name: "text", label: "Text", value: "Ada Lovelace was born in London. Write to ada@example.org.", rows: 4 },
-      { name: "labels", label: "Labels, one per line, for a model of any labels", value: "person\ncity", rows: 3 },
+      { name: "labels", label: "Labels, one per line", value: "person\ncity", rows: 3, only: "entities" },
     ],
     body: (values) => ({
       inputs: values.text, parameters: { labels: replaced(values), patterns: PATTERNS },
@@ -183,7 +184,7 @@ export const PANELS = [
     route: "/classify",
     fields: [
       { name: "text", label: "Text", value: "The room was loud and the staff unfriendly.", rows: 4 },
-      { name: "top", label: "Labels", value: "5", kind: "number" },
+      { name: "top", label: "Most labels", value: "5", kind: "number" },
       { name: "set", label: "Label set", choices: "label_sets" },
     ],
     body: ({ text, top, set }) => ({

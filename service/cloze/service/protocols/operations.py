@@ -34,6 +34,7 @@ from cloze.service.protocols.protocol import (
 )
 from cloze.service.tasks import (
     embed,
+    fill_mask,
     late_interaction,
     rerank,
     similarity,
@@ -208,6 +209,8 @@ def _model(context: ProtocolContext, models: Models, pipeline: Pipeline) -> dict
         "license": manifest.license,
         "source": manifest.source.model_dump(),
     }
+    if fill_mask.TASK.name in context.models.tasks_of[pipeline]:
+        described["mask_token"] = manifest.tokenizer.mask_token
     options = manifest.heads.get(token_classification.HEAD.name)
     if isinstance(options, TokenLabels) and (scheme := tag_scheme(options.labels)):
         described["tag_scheme"] = scheme  # it marks the ends of entities

@@ -99,6 +99,7 @@ def prepare(
     # Only the first token of a word is trained in most taggers, and no word is replaced in part.
     tagging = TokenClassificationParameters(
         aggregation_strategy="first",
+        words="tokenizer",
         long_text="window",
         label_set=parameters.label_set,
         return_usage=parameters.return_usage,

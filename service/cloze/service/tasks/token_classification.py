@@ -28,7 +28,7 @@ from cloze.service.tasks.task import (
 )
 from cloze.service.tasks.texts import Bounds, LongText, LongTextRule, TextEncoder, UsageParameters
 from cloze.service.tasks.wire import CountOrZero, Text, Texts, check_range
-from cloze.service.text.tokenizer import NO_WORD, Spans, Tokenizer
+from cloze.service.text.tokenizer import NO_WORD, Spans, Tokenizer, Words
 
 Strategy = Literal["none", "simple", "first", "average", "max"]
 
@@ -40,6 +40,10 @@ class TokenClassificationParameters(UsageParameters):
     """grouping of tokens: none (every token is a result), simple (neighbours with the same label
     form an entity), first, average or max (each word gets one label, then neighbours form an
     entity); the default is simple"""
+    words: Words | None = None
+    """where words of first, average and max begin: as for transformers' pipeline, which divides at
+    spaces unless the tokenizer is WordPiece, or as for the tokenizer; the default is
+    transformers"""
     label_set: str | None = None
     """name of one of the model's label sets; the default is the first"""
     ignore_labels: list[str] | None = None
@@ -117,6 +121,8 @@ def prepare(
     limits = context.limits
     texts = limits.checked(inputs)
     strategy: Strategy = parameters.aggregation_strategy or "simple"
+    by_word = strategy not in ("none", "simple")
+    words: Words = (parameters.words or "transformers") if by_word else "tokenizer"
     stride, choice = parameters.stride, parameters.long_text
     if stride is not None:
         check_range(stride, 0, limits.max_tokens - TEXT_TOKENS - 1, "stride")
@@ -133,7 +139,7 @@ def prepare(
     encoder = TextEncoder(rule, context, limits.max_tokens, _REQUEST)
     prepared: list[TaggedText] = []
     for at, text in texts:
-        spans = context.tokenizer.spans(text)
+        spans = context.tokenizer.spans(text, words=words)
         check_has_tokens(spans.ids, at)
         windows = encoder.add(at, spans.ids, text)
         prepared.append(TaggedText(text, spans.part(0, windows[-1][1]), windows))
@@ -180,9 +186,8 @@ def _labelled(
 ) -> list[LabelledSpan]:
     """Label the words of a window, or its tokens if the strategy labels tokens.
 
-    The words are those of the tokenizer: white space divides them, and in WordPiece and byte-level
-    BPE punctuation too. A word has the label of its first token, of its most certain token (max),
-    or of the mean of its tokens' scores [S, L].
+    A word has the label of its first token, of its most certain token (max), or of the mean of its
+    tokens' scores [S, L].
     """
     spans = text.spans.part(*window)
     shown = [  # the characters of the text replace the unknown token

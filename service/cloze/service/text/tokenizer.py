@@ -9,9 +9,9 @@ import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import chain
-from typing import Final
+from functools import cached_property, partial
+from itertools import accumulate, chain
+from typing import Final, Literal
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -96,6 +96,9 @@ A vocabulary of 30,522 tokens takes 9 MB and 40 ms.
 NO_WORD: Final = -1
 """The word of a special token."""
 
+Words = Literal["tokenizer", "transformers"]
+"""Where words begin: as for the tokenizer, or as for transformers' TokenClassificationPipeline."""
+
 
 @dataclass(frozen=True, slots=True)
 class Spans:
@@ -112,22 +115,33 @@ class Spans:
     ends: "array[int]" = field(default_factory=lambda: array("i"))
     words: "array[int]" = field(default_factory=lambda: array("i"))
 
-    def add(self, encoding: BackendEncoding, start: int, marked: str | None = None) -> None:
+    def add(
+        self,
+        encoding: BackendEncoding,
+        start: int,
+        marked: str | None = None,
+        begins: Callable[[int, int, int], bool] | None = None,
+    ) -> None:
         """Add the tokens of the next piece of a text, which starts at a character.
 
-        The text is marked if its tokens include the space before them, which is left out.
+        The text is marked if its tokens include the space before them, which is left out. Without
+        a function that says of (id, start, end) whether a token begins a word, the tokenizer's
+        words count.
         """
         next_word = self.words[-1] + 1 if self.words else 0
         offsets = encoding.offsets
         if start:
             offsets = [(first + start, end + start) for first, end in offsets]
-        words = [NO_WORD if w is None else w + next_word for w in encoding.word_ids]
-        if marked is not None:
-            offsets = without_space(marked, offsets)
-            words = _divided(marked, offsets, words)
+        places = offsets if marked is None else without_space(marked, offsets)
+        if begins:
+            firsts = (begins(token, *at) for token, at in zip(encoding.ids, offsets, strict=True))
+            words = [*accumulate(firsts, initial=max(next_word - 1, 0))][1:]
+        else:
+            words = [NO_WORD if w is None else w + next_word for w in encoding.word_ids]
+            words = words if marked is None else _divided(marked, places, words)
         self.ids.extend(encoding.ids)
-        self.starts.extend([first for first, _ in offsets])
-        self.ends.extend([end for _, end in offsets])
+        self.starts.extend([first for first, _ in places])
+        self.ends.extend([end for _, end in places])
         self.words.extend(words)
 
     def part(self, first: int, end: int) -> "Spans":
@@ -193,6 +207,7 @@ class Tokenizer:
         self.mask_token = spec.mask_token
         self.vocab_size = spec.vocab_size
         self._marks_spaces = not isinstance(self._backend.model, WordPiece)
+        self._prefix = getattr(self._backend.model, "continuing_subword_prefix", None)
         self.special = bundle.manifest.special_tokens
         self.truncation_side = spec.truncation_side
 
@@ -268,18 +283,31 @@ class Tokenizer:
         )
         return [ids_of[word] or [] for word in words]
 
-    def spans(self, text: str, enough: int | None = None) -> Spans:
+    def spans(self, text: str, enough: int | None = None, *, words: Words = "tokenizer") -> Spans:
         """Return the tokens of a text, or of its start that has more tokens than are enough."""
         marked = text if self._marks_spaces else None
+        begins = partial(self._begins_word, text) if words == "transformers" else None
         spans = Spans()
         if len(text) <= _SHORT:
-            spans.add(self._backend.encode(text, add_special_tokens=False), 0, marked)
+            spans.add(self._backend.encode(text, add_special_tokens=False), 0, marked, begins)
             return spans
         for piece, encoding in self._in_pieces([text], self._backend.encode_batch):
-            spans.add(encoding, piece.start, marked)
+            spans.add(encoding, piece.start, marked, begins)
             if enough is not None and len(spans.ids) > enough:
                 break
         return spans
+
+    def _begins_word(self, text: str, token: int, start: int, end: int) -> bool:
+        """Return whether a token begins a word for transformers' TokenClassificationPipeline.
+
+        Word pieces are those that are longer than their text. Without a prefix for word pieces, a
+        space begins a word.
+        """
+        if token == self.unknown_id:
+            return True
+        if self._prefix:
+            return len(self.token_of(token)) == end - start
+        return start == 0 or " " in text[start - 1 : start + 1]
 
     def encode(
         self, ids: Sequence[int], requests: Mapping[str, HeadRequest] | None = None

@@ -98,6 +98,19 @@ def test_records_of_a_csv_file_may_have_several_lines(tmp_path: Path) -> None:
     assert read == [[[("two\nlines",), ("4",)]], [[("6",)]]]
 
 
+def test_tabs_divide_the_fields_of_a_tsv_file(tmp_path: Path) -> None:
+    """A comma is text there, and quotes are as in CSV."""
+    file = written(tmp_path / "x.tsv", 'a\tb\n1\tone, two\n2\t"a\ttab"\n3\tc\n')
+    plan = plan_of(file)
+    assert plan.schema.names == ["a", "b"]
+    assert Plan.from_json(plan.to_json()).format is FileFormat.TSV
+    reader = ShardReader(plan, ["b"], plan.schema)
+    read = [chunk.inputs for shard in plan.shards for chunk in reader.read(shard)]
+    assert read == [[("one, two",), ("a\ttab",)], [("c",)]]
+    with pytest.raises(BulkError, match="is not a TSV file: before byte 7"):
+        plan_of(written(tmp_path / "y.tsv", 'a\n"open'))
+
+
 def test_rows_that_are_wrong_have_an_error(tmp_path: Path) -> None:
     lines = written(tmp_path / "x.jsonl", '{"a": 1}\n{"a": \n[1]\n')
     rows = list(text_files.read(lines, FileFormat.JSONL, Range(3, 0, 99), []))

@@ -42,9 +42,10 @@ def marked(request: pytest.FixtureRequest, tmp_path: Path) -> TaskContext:
 
 
 def groups(
-    text: str, rows: list[Any], model: TaskContext, strategy: str
+    text: str, rows: list[Any], model: TaskContext, strategy: str, **parameters: Any
 ) -> list[tuple[str, str, int]]:
-    request = prepared("token-classification", text, model, aggregation_strategy=strategy)
+    parameters["aggregation_strategy"] = strategy
+    request = prepared("token-classification", text, model, **parameters)
     [encoding] = request.encodings
     assert len(encoding) == len(rows) + 2
     result = ArrayResult(np.stack([OUT, *rows, OUT]))
@@ -57,9 +58,14 @@ def test_a_token_without_a_space_before_it_continues_a_word(marked: TaskContext)
         ("reds door", [BEGIN, LOC, LOC], "first", [("PER", "reds", 4), ("LOC", "door", 9)]),
         ("reds door", [BEGIN, LOC, LOC], "simple", [("PER", "red", 3), ("LOC", "s door", 9)]),
         ("the door", [LOC, BEGIN], "first", [("LOC", "the", 3), ("PER", "door", 8)]),
-        ("red\N{SNOWMAN}", [BEGIN, LOC], "first", [("PER", "red\N{SNOWMAN}", 4)]),
     ):
         assert groups(text, rows, marked, strategy) == expected, text
+        assert groups(text, rows, marked, strategy, words="tokenizer") == expected, text
+    text, rows = "red\N{SNOWMAN}", [BEGIN, LOC]
+    apart = groups(text, rows, marked, "first")
+    assert apart == [("PER", "red", 3), ("LOC", "\N{SNOWMAN}", 4)], "an unknown token is a word"
+    whole = groups(text, rows, marked, "first", words="tokenizer")
+    assert whole == [("PER", "red\N{SNOWMAN}", 4)]
     apart = groups("red \N{SNOWMAN}", [BEGIN, LOC], marked, "first")
     assert [end for _, _, end in apart] == [3, 5]
 

@@ -7,14 +7,13 @@ from importlib.metadata import version
 from typing import Final
 
 import orjson
-from fastapi import FastAPI
 from starlette.endpoints import HTTPEndpoint
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.service.errors import ServiceError
@@ -31,6 +30,7 @@ from cloze.service.http.pages import (
 )
 from cloze.service.http.record import Access
 from cloze.service.http.routes import JSON, Handler, Respond, Route
+from cloze.service.threads import run_on_thread
 
 _DESCRIPTION: Final = "Vectors, masks, labels, entities, answers and rankings by encoders."
 
@@ -53,7 +53,7 @@ def create_app(
     `respond` writes the response to an error.
     """
     direct = {r.path: r.handler for r in routes if r.models is not None and "{" not in r.path}
-    app: ASGIApp = Door(access, gate, _router(routes, respond), direct, respond)
+    app: ASGIApp = Door(access, gate, _Router(routes, respond), direct, respond)
     if not cors_origins:
         return app
     return CORSMiddleware(
@@ -65,8 +65,27 @@ def create_app(
     )
 
 
-def _router(routes: Sequence[Route], respond: Respond) -> FastAPI:
+class _Router:
+    """Answers what the door does not answer itself: pages, routes without a model, wrong paths.
+
+    The application is made at its first request, since FastAPI takes 0.1 s to import.
+    """
+
+    def __init__(self, routes: Sequence[Route], respond: Respond) -> None:
+        self._routes, self._respond = routes, respond
+        self._app: ASGIApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if self._app is None:  # two first requests may both make one
+            self._app = await run_on_thread(_fastapi_app, self._routes, self._respond)
+        await self._app(scope, receive, send)
+
+
+def _fastapi_app(routes: Sequence[Route], respond: Respond) -> ASGIApp:
     """Return the application that answers the routes and the pages, by their paths."""
+    from fastapi import FastAPI
+
     app = FastAPI(
         docs_url=None,
         redoc_url=None,

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from cloze.service.core import Float32, ServedRequest
 from cloze.service.errors import InvalidRequest, WrongTask
@@ -140,12 +140,16 @@ def body_type(task: Task) -> type[BaseModel]:
     )
 
 
+@cache
 def _result_type(task: Task) -> Any:
     """Return the type of a task's response, with the report that clients may ask for."""
     if not issubclass(task.parameters, UsageParameters):
         return task.result
     report = create_model(
-        f"{_title(task)}Report", result=(task.result, ...), usage=(list[TextUsage], ...)
+        f"{_title(task)}Report",
+        __config__=ConfigDict(defer_build=True),
+        result=(task.result, ...),
+        usage=(list[TextUsage], ...),
     )
     return task.result | report
 

@@ -9,7 +9,7 @@ binary tensor data extension of Triton.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import version
 from typing import Annotated, Any, Final, Literal
 from urllib.parse import unquote
@@ -146,10 +146,15 @@ class _TaskModel(TaskRoute):
 
     def __init__(self, task: Task, context: ProtocolContext) -> None:
         self.task, self.tensors = task, tensors.TaskTensors(task)
-        parameters: Any = create_model("Parameters", __base__=(task.parameters, InferParameters))
-        typed: Any = (Annotated[parameters, _null_is_default(parameters)], parameters())
-        self.body = create_model("InferBody", __base__=InferBody, parameters=typed)
         super().__init__(context)
+
+    @cached_property
+    def body(self) -> type[BaseModel]:  # type: ignore[override]
+        """The model of the request's body, made at the first request."""
+        bases = (self.task.parameters, InferParameters)
+        parameters: Any = create_model("Parameters", __base__=bases)
+        typed: Any = (Annotated[parameters, _null_is_default(parameters)], parameters())
+        return create_model("InferBody", __base__=InferBody, parameters=typed)
 
     def in_body(self, at: errors.Location, _: Any) -> errors.Location:
         """Return the element of a tensor: ``context[3]`` for ``inputs[3].context``."""

@@ -58,6 +58,9 @@ _PREPARE = {
 _PACKED = re.compile(rb"\w\+\d+\|(\d+);")
 """The place of a packed weight: the kernel, a hash, and the offset in the file of weights."""
 
+_PRELOADING = threading.Lock()
+"""Held while output is redirected, which concerns all threads."""
+
 _ALIGNMENT = 256
 """Alignment of each input in the device buffer, in bytes."""
 
@@ -247,7 +250,8 @@ def cuda_session(file: Path, device_id: int, memory_limit: int) -> "DeviceSessio
     Raises:
         StartupError: CUDA did not come up; the error names the missing library, if any.
     """
-    with redirect_stdout(None):  # onnxruntime prints missing libraries; our error names them
+    # onnxruntime prints missing libraries; our error names them.
+    with _PRELOADING, redirect_stdout(None):
         ort.preload_dlls()
     options = _options()
     options.enable_mem_pattern = False  # a memory pattern serves one shape, and batches differ

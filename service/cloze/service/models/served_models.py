@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -73,8 +74,10 @@ def open_bundles(settings: Settings, running: Iterable[Bundle] = ()) -> Opened[B
                 f"the model store {settings.model_store} has no bundle; "
                 "make one with `cloze export SOURCE --name NAME`"
             )
+        with ThreadPoolExecutor(2) as pool:  # hashing releases Python's lock
+            opened = [*pool.map(store.open, names)]
         # NAME and NAME@VERSION may be one bundle, which has one engine.
-        bundles = [*{bundle.path: bundle for bundle in map(store.open, names)}.values()]
+        bundles = [*{bundle.path: bundle for bundle in opened}.values()]
     except StoreError as error:
         raise StartupError(str(error)) from error
     adapters = open_adapters(settings.adapter, bundles, settings.adapter_memory_mb, running)

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
@@ -89,15 +90,17 @@ def exit_on_signal(number: int, _: FrameType | None) -> NoReturn:
 def open_early(settings: Settings, bundles: Sequence[Bundle], make: EngineFactory) -> EngineFactory:
     """Open the engines of bundles; return a factory that returns each of them once, then new ones.
 
+    Two engines open side by side. The number is small because opening one may take three times the
+    memory of its weights.
+
     Raises:
         StartupError: an engine does not open, or the memory cannot suffice.
     """
     check_memory(bundles, settings)
-    opened = {
-        bundle.manifest.reference: make(bundle, settings.device, settings.precision)
-        for bundle in bundles
-        if not isinstance(bundle, AdapterBundle)
-    }
+    bases = [bundle for bundle in bundles if not isinstance(bundle, AdapterBundle)]
+    with ThreadPoolExecutor(2) as pool:
+        engines = pool.map(lambda base: make(base, settings.device, settings.precision), bases)
+        opened = dict(zip((base.manifest.reference for base in bases), engines, strict=True))
 
     def engine(bundle: Bundle, device: Device, precision: RequestedPrecision) -> Engine:
         early = opened.pop(bundle.manifest.reference, None)

@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,10 +56,19 @@ def test_the_cores_are_those_of_the_affinity_or_else_all(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin" if affinity is None else "win32")
     process = SimpleNamespace(cpu_affinity=lambda: affinity)
     monkeypatch.setattr(psutil, "Process", lambda: object() if affinity is None else process)
     monkeypatch.setattr(psutil, "cpu_count", lambda: all_cores)
     assert available_cpus(tmp_path) == cores
+
+
+def test_linux_is_asked_for_the_affinity_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3, 5}, raising=False)
+    assert available_cpus(tmp_path) == 3
 
 
 @pytest.mark.parametrize(

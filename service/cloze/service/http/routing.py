@@ -52,7 +52,7 @@ def create_app(
 
     `respond` writes the response to an error.
     """
-    direct = {r.path: r.handler for r in routes if r.models is not None and "{" not in r.path}
+    direct = {(r.method, r.path): r.handler for r in routes if "{" not in r.path}
     app: ASGIApp = Door(access, gate, _Router(routes, respond), direct, respond)
     if not cors_origins:
         return app
@@ -66,7 +66,7 @@ def create_app(
 
 
 class _Router:
-    """Answers what the door does not answer itself: pages, routes without a model, wrong paths.
+    """Answers what the door does not: documentation, parameters in paths, and wrong paths.
 
     The application is made at its first request, since FastAPI takes 0.1 s to import.
     """

@@ -72,7 +72,13 @@ class SharedRoute(TaskRoute):
         self.task = own.task
         name = "Or".join(route.body.__name__ for route in self._routes)
         bodies: Any = Union[tuple(route.body for route in self._routes)]  # noqa: UP007
-        self.body = create_model(name, __base__=RootModel, __doc__=None, root=(bodies, ...))
+        self.body = create_model(
+            name,
+            __base__=RootModel,
+            __doc__=None,
+            __cls_kwargs__={"defer_build": True},
+            root=(bodies, ...),
+        )
         self.doc = replace(
             own.doc,
             result=Union[tuple(doc.result for doc in docs)],  # noqa: UP007

@@ -90,17 +90,22 @@ def exit_on_signal(number: int, _: FrameType | None) -> NoReturn:
 def open_early(settings: Settings, bundles: Sequence[Bundle], make: EngineFactory) -> EngineFactory:
     """Open the engines of bundles; return a factory that returns each of them once, then new ones.
 
-    Two engines open side by side. The number is small because opening one may take three times the
-    memory of its weights.
+    Two engines open side by side, one of them on this thread. More would need more memory: opening
+    an engine may take three times that of its weights, and what other threads freed stays resident.
 
     Raises:
         StartupError: an engine does not open, or the memory cannot suffice.
     """
     check_memory(bundles, settings)
     bases = [bundle for bundle in bundles if not isinstance(bundle, AdapterBundle)]
-    with ThreadPoolExecutor(2) as pool:
-        engines = pool.map(lambda base: make(base, settings.device, settings.precision), bases)
-        opened = dict(zip((base.manifest.reference for base in bases), engines, strict=True))
+
+    def engines(some: Sequence[Bundle]) -> dict[str, Engine]:
+        device, precision = settings.device, settings.precision
+        return {one.manifest.reference: make(one, device, precision) for one in some}
+
+    with ThreadPoolExecutor(1) as pool:
+        others = pool.submit(engines, bases[1::2])
+        opened = engines(bases[::2]) | others.result()
 
     def engine(bundle: Bundle, device: Device, precision: RequestedPrecision) -> Engine:
         early = opened.pop(bundle.manifest.reference, None)

@@ -21,9 +21,9 @@ from pydantic import (
     model_validator,
 )
 
+from cloze.model_store.docstrings import field_docstrings
 from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.service.core import Device, LogFormat, RequestedPrecision
-from cloze.service.docstrings import field_docstrings
 from cloze.service.errors import StartupError
 from cloze.service.machine import available_cpus
 
@@ -295,8 +295,8 @@ def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
     flags = {name: value for name, value in (flags or {}).items() if value is not None}
     if "default" not in flags and (per_task := _defaults_per_task()):
         flags["default"] = ",".join([os.environ.get(_DEFAULT, ""), *per_task])
-    variables = {name: f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields}
-    stated = {name: os.environ[one] for name, one in variables.items() if one in os.environ}
+    values = {name: os.environ.get(f"{ENV_PREFIX}{name.upper()}") for name in Settings.model_fields}
+    stated = {name: value for name, value in values.items() if value is not None}
     try:
         return Settings(**stated | flags)
     except ValidationError as error:

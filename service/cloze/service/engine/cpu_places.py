@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,22 +107,15 @@ class ThreadSpread:
                 raise
 
 
-_STARTING = threading.Lock()
-"""Held while the runtime starts threads of a session."""
-
-
 class SpreadSession(ort.InferenceSession):  # type: ignore[misc]  # has no types
     """A session on the CPU, whose threads and callers are kept on different CPUs."""
 
     def __init__(self, file: Path, options: ort.SessionOptions) -> None:
-        helpers = options.intra_op_num_threads - 1
-        # Sessions that open side by side would take each other's threads for their own.
-        with _STARTING if helpers else nullcontext():
-            before = thread_ids()
-            # The fallback would print, and open the graph on the same provider once more.
-            providers = ["CPUExecutionProvider"]
-            super().__init__(file, options, providers=providers, enable_fallback=0)
-            self._helpers = started_since(before, helpers)
+        before = thread_ids()
+        # The fallback would print, and open the graph on the same provider once more.
+        providers = ["CPUExecutionProvider"]
+        super().__init__(file, options, providers=providers, enable_fallback=0)
+        self._helpers = started_since(before, options.intra_op_num_threads - 1)
 
     def run(self, wanted: Sequence[str], feeds: Feeds) -> list[NDArray[Any]]:
         """See `session.Session`."""

@@ -58,8 +58,7 @@ _PREPARE = {
 _PACKED = re.compile(rb"\w\+\d+\|(\d+);")
 """The place of a packed weight: the kernel, a hash, and the offset in the file of weights."""
 
-_PRELOADING = threading.Lock()
-"""Held while output is redirected, which concerns all threads."""
+_OPENING = threading.Lock()  # held for what engines that open side by side must not do at once
 
 _ALIGNMENT = 256
 """Alignment of each input in the device buffer, in bytes."""
@@ -180,7 +179,8 @@ def _open_pair(file: Path, threads: int, alone_threads: int) -> CpuSession:
     return_freed_memory()
     alone = side_by_side
     if alone_threads > threads:
-        alone = SpreadSession(file, _cpu_options(alone_threads))
+        with _OPENING:  # else sessions take each other's threads for their own
+            alone = SpreadSession(file, _cpu_options(alone_threads))
         return_freed_memory()
     return CpuSession(side_by_side, alone)
 
@@ -251,7 +251,7 @@ def cuda_session(file: Path, device_id: int, memory_limit: int) -> "DeviceSessio
         StartupError: CUDA did not come up; the error names the missing library, if any.
     """
     # onnxruntime prints missing libraries; our error names them.
-    with _PRELOADING, redirect_stdout(None):
+    with _OPENING, redirect_stdout(None):
         ort.preload_dlls()
     options = _options()
     options.enable_mem_pattern = False  # a memory pattern serves one shape, and batches differ

@@ -1,7 +1,7 @@
 """The application of a set of routes: who may ask, the router, and the documentation."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib.metadata import version
 from typing import Final
@@ -52,8 +52,10 @@ def create_app(
 
     `respond` writes the response to an error.
     """
-    direct = {(r.method, r.path): r.handler for r in routes if "{" not in r.path}
-    app: ASGIApp = Door(access, gate, _Router(routes, respond), direct, respond)
+    pages = {**PARTS, "/openapi.json": _openapi_handler(routes)}
+    direct = {("GET", path): handler for path, handler in pages.items()}
+    direct |= {(r.method, r.path): r.handler for r in routes if "{" not in r.path}
+    app: ASGIApp = Door(access, gate, _router(routes, pages, respond), direct, respond)
     if not cors_origins:
         return app
     return CORSMiddleware(
@@ -65,24 +67,20 @@ def create_app(
     )
 
 
-class _Router:
-    """Answers what the door does not: documentation, parameters in paths, and wrong paths.
+def _router(routes: Sequence[Route], pages: Mapping[str, Handler], respond: Respond) -> ASGIApp:
+    """Return the application of what the door does not answer; FastAPI takes 0.1 s to import."""
+    app: ASGIApp | None = None
 
-    The application is made at its first request, since FastAPI takes 0.1 s to import.
-    """
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal app
+        if app is None:  # two first requests may both make one
+            app = await run_on_thread(_fastapi, routes, pages, respond)
+        await app(scope, receive, send)
 
-    def __init__(self, routes: Sequence[Route], respond: Respond) -> None:
-        self._routes, self._respond = routes, respond
-        self._app: ASGIApp | None = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
-        if self._app is None:  # two first requests may both make one
-            self._app = await run_on_thread(_fastapi_app, self._routes, self._respond)
-        await self._app(scope, receive, send)
+    return answer
 
 
-def _fastapi_app(routes: Sequence[Route], respond: Respond) -> ASGIApp:
+def _fastapi(routes: Sequence[Route], pages: Mapping[str, Handler], respond: Respond) -> ASGIApp:
     """Return the application that answers the routes and the pages, by their paths."""
     from fastapi import FastAPI
 
@@ -97,7 +95,7 @@ def _fastapi_app(routes: Sequence[Route], respond: Respond) -> ASGIApp:
     by_path: dict[str, dict[str, Handler]] = {}
     for route in routes:
         by_path.setdefault(route.path, {})[route.method] = route.handler
-    for path, handler in {**PARTS, "/openapi.json": _openapi_handler(routes)}.items():
+    for path, handler in pages.items():
         by_path[path] = {"GET": handler}
     # The first path that fits a request has it: ``/v1/models/own``, which may be a route of the
     # settings, before ``/v1/models/{model}:predict``, and that before ``/v1/models/{model}``.

@@ -10,12 +10,13 @@ have fewer bits per number than float32: ``Accept: application/octet-stream; dty
 
 import io
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import make_dataclass
 from functools import cache
 from typing import Annotated, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, Field, create_model
 
 from cloze.service.core import Float32, ServedRequest
 from cloze.service.errors import InvalidRequest, WrongTask
@@ -146,13 +147,8 @@ def _result_type(task: Task) -> Any:
     """Return the type of a task's response, with the report that clients may ask for."""
     if not issubclass(task.parameters, UsageParameters):
         return task.result
-    report = create_model(
-        f"{_title(task)}Report",
-        __config__=ConfigDict(defer_build=True),
-        result=(task.result, ...),
-        usage=(list[TextUsage], ...),
-    )
-    return task.result | report
+    fields = [("result", task.result), ("usage", list[TextUsage])]
+    return task.result | make_dataclass(f"{_title(task)}Report", fields)
 
 
 def _title(task: Task) -> str:

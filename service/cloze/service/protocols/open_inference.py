@@ -146,15 +146,10 @@ class _TaskModel(TaskRoute):
 
     def __init__(self, task: Task, context: ProtocolContext) -> None:
         self.task, self.tensors = task, tensors.TaskTensors(task)
-        super().__init__(context)
-
-    @cached_property
-    def body(self) -> type[BaseModel]:  # type: ignore[override]
-        """The model of the request's body, made at the first request."""
-        bases = (self.task.parameters, InferParameters)
-        parameters: Any = create_model("Parameters", __base__=bases)
+        parameters: Any = create_model("Parameters", __base__=(task.parameters, InferParameters))
         typed: Any = (Annotated[parameters, _null_is_default(parameters)], parameters())
-        return create_model("InferBody", __base__=InferBody, parameters=typed)
+        self.body = create_model("InferBody", __base__=InferBody, parameters=typed)
+        super().__init__(context)
 
     def in_body(self, at: errors.Location, _: Any) -> errors.Location:
         """Return the element of a tensor: ``context[3]`` for ``inputs[3].context``."""
@@ -278,7 +273,10 @@ def _texts(tensor: InferInput, at: errors.Location) -> list[str]:
 class _Server:
     def __init__(self, context: ProtocolContext) -> None:
         self._context = context
-        self._tasks = {name: _TaskModel(task, context) for name, task in context.tasks.items()}
+
+    @cached_property
+    def _tasks(self) -> dict[str, _TaskModel]:  # at the first request, since it takes 15 ms
+        return {name: _TaskModel(task, self._context) for name, task in self._context.tasks.items()}
 
     def _find(self, request: Request) -> tuple[_TaskModel, Pipeline]:
         """Return the task and the served model that a path names."""

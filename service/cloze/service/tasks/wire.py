@@ -11,11 +11,10 @@ from pydantic import (
     GetJsonSchemaHandler,
     WithJsonSchema,
 )
-from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import no_info_before_validator_function
 
-from cloze.service.docstrings import field_docstrings
+from cloze.model_store.docstrings import field_docstrings
 from cloze.service.errors import InvalidRequest, Location
 
 
@@ -59,14 +58,12 @@ class WireModel(BaseModel):
     @classmethod
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
+    ) -> dict[str, Any]:
         """Return the JSON schema of the model, with the docstrings of its fields."""
-        schema = handler(core_schema)
+        schema, texts = handler(core_schema), field_docstrings(cls)
         properties = handler.resolve_ref_schema(schema).get("properties", {})
-        texts = field_docstrings(cls)
         for name, field in zip(cls.model_fields, properties.values(), strict=True):
-            if name in texts:
-                field.setdefault("description", texts[name])
+            field |= {"description": texts[name]} if name in texts else {}
         return schema
 
     @classmethod

@@ -24,8 +24,9 @@ def field_docstrings(model: type[BaseModel]) -> dict[str, str]:
 def _of_module(name: str) -> dict[str, dict[str, str]]:
     """Return the docstrings of fields by class and field."""
     texts: dict[str, dict[str, str]] = {}
-    for node in ast.walk(ast.parse(inspect.getsource(sys.modules[name]))):
-        for field, below in pairwise(node.body) if isinstance(node, ast.ClassDef) else ():
+    nodes = ast.walk(ast.parse(inspect.getsource(sys.modules[name])))
+    for node in (node for node in nodes if isinstance(node, ast.ClassDef)):
+        for field, below in pairwise(node.body):
             match field, below:
                 case ast.AnnAssign(target=ast.Name(id=key)), ast.Expr(ast.Constant(str(text))):
                     texts.setdefault(node.name, {})[key] = inspect.cleandoc(text)

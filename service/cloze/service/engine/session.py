@@ -215,8 +215,9 @@ def _cpu_options(threads: int) -> ort.SessionOptions:
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     # Threads of a run wait for each other about a hundred times per run, and a thread that sleeps
-    # wakes up late. They stop spinning when the run ends.
+    # wakes up late. They stop spinning when the run ends, and soon while a session opens.
     options.add_session_config_entry("session.intra_op.allow_spinning", str(int(threads > 1)))
+    options.add_session_config_entry("session.intra_op.spin_duration_us", "1000")
     options.add_session_config_entry("session.force_spinning_stop", "1")
     for name, value in int8_settings(int8_instructions()).items():
         options.add_session_config_entry(name, value)

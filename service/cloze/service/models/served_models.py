@@ -125,7 +125,6 @@ class LocalModels:
         make_engine: None selects `OnnxEngine`.
         on_batch: called after each batch, with the model's full name and the report.
         on_dead: called once per dead engine with the reason.
-        device_id: index of the GPU.
 
     Raises:
         StartupError: the device is missing, or the settings do not fit it.
@@ -138,10 +137,9 @@ class LocalModels:
         *,
         on_batch: Callable[[str, BatchReport], None] = lambda _, __: None,
         on_dead: Callable[[str], None] = lambda _: None,
-        device_id: int = 0,
     ) -> None:
         self._settings, self._on_batch, self._on_dead = settings, on_batch, on_dead
-        self._make_engine = make_engine or onnx_engine(settings, device_id)
+        self._make_engine = make_engine or onnx_engine(settings)
         self._activity = Activity()
 
     def open(

@@ -35,8 +35,7 @@ def _stop_at_first_error(schema: Any) -> None:
 class WireModel(BaseModel):
     """A part of a request body. Validation is strict and refuses unknown fields.
 
-    The docstrings of fields are their descriptions in the API. The schema of a model is built when
-    the first request needs it, which takes about 1 ms.
+    The docstrings of fields are their descriptions in the API. The first use builds the schema.
 
     Validation stops at the first wrong element of each list, tuple and dictionary, and at the first
     unknown field: one error per element of a large body would exhaust the memory.

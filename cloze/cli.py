@@ -414,7 +414,7 @@ def serve(**flags: Any) -> None:
             sys.exit(supervise(settings))
         begin(settings)
         warn_of_unknown_variables()
-        gc.disable()  # what the start makes stays; `answer_http` collects, and enables it again
+        gc.disable()  # what the start makes stays; `answer_http` enables it again
         make_engine = onnx_engine(settings)  # imports what both threads need
         bundles = open_bundles(settings).bundles
         importing = ThreadPoolExecutor(1).submit(import_module, "cloze.service.server.process")

@@ -1,7 +1,7 @@
 """What a process does first: signals, the log, and engines, without what HTTP needs.
 
-`cloze serve` imports HTTP and the protocols on a thread while the engines open. Both take as long,
-and onnxruntime and hashlib release Python's lock.
+`cloze serve` imports HTTP and the protocols on a thread while the engines open, two side by side:
+onnxruntime releases Python's lock.
 """
 
 import asyncio

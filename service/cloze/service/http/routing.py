@@ -1,20 +1,19 @@
 """The application of a set of routes: who may ask, the router, and the documentation."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib.metadata import version
 from typing import Final
 
 import orjson
-from fastapi import FastAPI
 from starlette.endpoints import HTTPEndpoint
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.service.errors import ServiceError
@@ -31,6 +30,7 @@ from cloze.service.http.pages import (
 )
 from cloze.service.http.record import Access
 from cloze.service.http.routes import JSON, Handler, Respond, Route
+from cloze.service.threads import run_on_thread
 
 _DESCRIPTION: Final = "Vectors, masks, labels, entities, answers and rankings by encoders."
 
@@ -52,8 +52,10 @@ def create_app(
 
     `respond` writes the response to an error.
     """
-    direct = {r.path: r.handler for r in routes if r.models is not None and "{" not in r.path}
-    app: ASGIApp = Door(access, gate, _router(routes, respond), direct, respond)
+    pages = {**PARTS, "/openapi.json": _openapi_handler(routes)}
+    direct = {("GET", path): handler for path, handler in pages.items()}
+    direct |= {(r.method, r.path): r.handler for r in routes if "{" not in r.path}
+    app: ASGIApp = Door(access, gate, _router(routes, pages, respond), direct, respond)
     if not cors_origins:
         return app
     return CORSMiddleware(
@@ -65,8 +67,23 @@ def create_app(
     )
 
 
-def _router(routes: Sequence[Route], respond: Respond) -> FastAPI:
+def _router(routes: Sequence[Route], pages: Mapping[str, Handler], respond: Respond) -> ASGIApp:
+    """Return the application of what the door does not answer; FastAPI takes 0.1 s to import."""
+    app: ASGIApp | None = None
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal app
+        if app is None:  # two first requests may both make one
+            app = await run_on_thread(_fastapi, routes, pages, respond)
+        await app(scope, receive, send)
+
+    return answer
+
+
+def _fastapi(routes: Sequence[Route], pages: Mapping[str, Handler], respond: Respond) -> ASGIApp:
     """Return the application that answers the routes and the pages, by their paths."""
+    from fastapi import FastAPI
+
     app = FastAPI(
         docs_url=None,
         redoc_url=None,
@@ -78,7 +95,7 @@ def _router(routes: Sequence[Route], respond: Respond) -> FastAPI:
     by_path: dict[str, dict[str, Handler]] = {}
     for route in routes:
         by_path.setdefault(route.path, {})[route.method] = route.handler
-    for path, handler in {**PARTS, "/openapi.json": _openapi_handler(routes)}.items():
+    for path, handler in pages.items():
         by_path[path] = {"GET": handler}
     # The first path that fits a request has it: ``/v1/models/own``, which may be a route of the
     # settings, before ``/v1/models/{model}:predict``, and that before ``/v1/models/{model}``.

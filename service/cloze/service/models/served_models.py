@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -80,8 +81,10 @@ def open_bundles(settings: Settings, running: Iterable[Bundle] = ()) -> Opened[B
                 f"the model store {settings.model_store} has no bundle; "
                 "make one with `cloze export SOURCE --name NAME`"
             )
+        with ThreadPoolExecutor(2) as pool:  # hashing releases Python's lock
+            opened = [*pool.map(store.open, names)]
         # NAME and NAME@VERSION may be one bundle, which has one engine.
-        bundles = [*{bundle.path: bundle for bundle in map(store.open, names)}.values()]
+        bundles = [*{bundle.path: bundle for bundle in opened}.values()]
     except StoreError as error:
         raise StartupError(str(error)) from error
     adapters = open_adapters(settings.adapter, bundles, settings.adapter_memory_mb, running)
@@ -129,7 +132,6 @@ class LocalModels:
         make_engine: None selects `OnnxEngine`.
         on_batch: called after each batch, with the model's full name and the report.
         on_dead: called once per dead engine with the reason.
-        device_id: index of the GPU.
 
     Raises:
         StartupError: the device is missing, or the settings do not fit it.
@@ -142,10 +144,9 @@ class LocalModels:
         *,
         on_batch: Callable[[str, BatchReport], None] = lambda _, __: None,
         on_dead: Callable[[str], None] = lambda _: None,
-        device_id: int = 0,
     ) -> None:
         self._settings, self._on_batch, self._on_dead = settings, on_batch, on_dead
-        self._make_engine = make_engine or onnx_engine(settings, device_id)
+        self._make_engine = make_engine or onnx_engine(settings)
         self._activity = Activity()
 
     def open(

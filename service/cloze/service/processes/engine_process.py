@@ -24,12 +24,14 @@ from cloze.service.models.served_models import (
     LocalModels,
     ServedModel,
     close_models,
+    onnx_engine,
     open_bundles,
 )
 from cloze.service.observe.metrics import Metrics
 from cloze.service.observe.tracing import make_tracing, with_spans
 from cloze.service.processes import frames
 from cloze.service.processes.children import ChildConfig, run_child
+from cloze.service.server.startup import open_early
 
 log = logging.getLogger("cloze")
 
@@ -143,12 +145,12 @@ async def run_engines(config: ChildConfig, make_engine: EngineFactory | None) ->
     metrics = Metrics([bundle.manifest.reference for bundle in bundles], shared=True)
     tracing = make_tracing(config.settings)
     loop = asyncio.get_running_loop()
+    make = make_engine or onnx_engine(config.settings, config.device_id)
     opener = LocalModels(
         config.settings,
-        make_engine,
+        open_early(config.settings, bundles, make),
         on_batch=with_spans(metrics.observe_batch, tracing),
         on_dead=lambda _: _exit_soon(loop),
-        device_id=config.device_id,
     )
     models = opener.open(bundles)
     metrics.queues = lambda: {m.bundle.manifest.reference: m.queue.state for m in models}

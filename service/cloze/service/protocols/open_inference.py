@@ -9,7 +9,7 @@ binary tensor data extension of Triton.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import version
 from typing import Annotated, Any, Final, Literal
 from urllib.parse import unquote
@@ -273,7 +273,10 @@ def _texts(tensor: InferInput, at: errors.Location) -> list[str]:
 class _Server:
     def __init__(self, context: ProtocolContext) -> None:
         self._context = context
-        self._tasks = {name: _TaskModel(task, context) for name, task in context.tasks.items()}
+
+    @cached_property
+    def _tasks(self) -> dict[str, _TaskModel]:  # at the first request, since it takes 15 ms
+        return {name: _TaskModel(task, self._context) for name, task in self._context.tasks.items()}
 
     def _find(self, request: Request) -> tuple[_TaskModel, Pipeline]:
         """Return the task and the served model that a path names."""

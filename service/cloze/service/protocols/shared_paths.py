@@ -54,6 +54,10 @@ def error_body(error: ErrorInfo) -> SharedErrorBody:
     return SharedErrorBody(message, error.kind, error.code, message, message)
 
 
+class _OneOf(RootModel[Any], defer_build=True):
+    """The body of a path of several protocols, for the documentation."""
+
+
 class SharedRoute(TaskRoute):
     """A path of several protocols.
 
@@ -72,7 +76,7 @@ class SharedRoute(TaskRoute):
         self.task = own.task
         name = "Or".join(route.body.__name__ for route in self._routes)
         bodies: Any = Union[tuple(route.body for route in self._routes)]  # noqa: UP007
-        self.body = create_model(name, __base__=RootModel, __doc__=None, root=(bodies, ...))
+        self.body = create_model(name, __base__=_OneOf, __doc__=None, root=(bodies, ...))
         self.doc = replace(
             own.doc,
             result=Union[tuple(doc.result for doc in docs)],  # noqa: UP007

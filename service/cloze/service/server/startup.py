@@ -1,7 +1,7 @@
 """What a process does first: signals, the log, and engines, without what HTTP needs.
 
-`cloze serve` imports HTTP and the protocols on a thread while the engines open. Both take as long,
-and onnxruntime and hashlib release Python's lock.
+`cloze serve` imports HTTP and the protocols on a thread while the engines open, two side by side:
+onnxruntime releases Python's lock.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
@@ -89,15 +90,22 @@ def exit_on_signal(number: int, _: FrameType | None) -> NoReturn:
 def open_early(settings: Settings, bundles: Sequence[Bundle], make: EngineFactory) -> EngineFactory:
     """Open the engines of bundles; return a factory that returns each of them once, then new ones.
 
+    Two engines open side by side, one of them on this thread. More would need more memory: opening
+    an engine may take three times that of its weights, and what other threads freed stays resident.
+
     Raises:
         StartupError: an engine does not open, or the memory cannot suffice.
     """
     check_memory(bundles, settings)
-    opened = {
-        bundle.manifest.reference: make(bundle, settings.device, settings.precision)
-        for bundle in bundles
-        if not isinstance(bundle, AdapterBundle)
-    }
+    bases = [bundle for bundle in bundles if not isinstance(bundle, AdapterBundle)]
+
+    def engines(some: Sequence[Bundle]) -> dict[str, Engine]:
+        device, precision = settings.device, settings.precision
+        return {one.manifest.reference: make(one, device, precision) for one in some}
+
+    with ThreadPoolExecutor(1) as pool:
+        others = pool.submit(engines, bases[1::2])
+        opened = engines(bases[::2]) | others.result()
 
     def engine(bundle: Bundle, device: Device, precision: RequestedPrecision) -> Engine:
         early = opened.pop(bundle.manifest.reference, None)

@@ -8,11 +8,13 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     WithJsonSchema,
 )
 from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import no_info_before_validator_function
 
+from cloze.model_store.docstrings import field_docstrings
 from cloze.service.errors import InvalidRequest, Location
 
 
@@ -33,15 +35,13 @@ def _stop_at_first_error(schema: Any) -> None:
 class WireModel(BaseModel):
     """A part of a request body. Validation is strict and refuses unknown fields.
 
-    The docstrings of fields are their descriptions in the API.
+    The docstrings of fields are their descriptions in the API. The first use builds the schema.
 
     Validation stops at the first wrong element of each list, tuple and dictionary, and at the first
     unknown field: one error per element of a large body would exhaust the memory.
     """
 
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, defer_build=True)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -53,6 +53,17 @@ class WireModel(BaseModel):
             validate = no_info_before_validator_function(cls._keep_one_unknown_field, inner)
             schema["schema"] = validate
         return schema  # type: ignore[no-any-return]
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """Return the JSON schema of the model, with the docstrings of its fields."""
+        schema, texts = handler(core_schema), field_docstrings(cls)
+        properties = handler.resolve_ref_schema(schema).get("properties", {})
+        for name, field in zip(cls.model_fields, properties.values(), strict=True):
+            field |= {"description": texts[name]} if name in texts else {}
+        return schema
 
     @classmethod
     def _keep_one_unknown_field(cls, value: Any) -> Any:

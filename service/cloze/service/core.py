@@ -109,6 +109,24 @@ class BatchReport:
     traces: Sequence[str] = ()
 
 
+class ReuseCounts(NamedTuple):
+    """What was not run again, in sequences since the start; see `models.equal_work`.
+
+    Attributes:
+        hits: sequences whose results were kept.
+        misses: other sequences, while results are kept.
+        shared: sequences that had the results of an equal one, in their request or in flight.
+        evictions: results that made room for others.
+        bytes: memory of the results that are kept now.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    shared: int = 0
+    evictions: int = 0
+    bytes: int = 0
+
+
 LogFormat = Literal["text", "json"]
 
 

@@ -4,28 +4,25 @@
 pipeline of a request. The module depends neither on HTTP nor on a particular task.
 """
 
-import asyncio
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from functools import lru_cache
-from typing import Any, TypeVar
+from functools import cached_property, lru_cache
+from typing import Any
 
 from cloze.model_store import Manifest
 from cloze.model_store.embedding_space import VectorRecipe, embedding_space, own_recipes
 from cloze.model_store.heads import HEADS
 from cloze.service import errors
-from cloze.service.batching.fair_queue import Submission, Terms
+from cloze.service.batching.fair_queue import Terms
 from cloze.service.clock import CLOCK, Clock
-from cloze.service.core import BatchResult, ServedRequest
+from cloze.service.core import ServedRequest
+from cloze.service.models.adapters import AdapterBundle
+from cloze.service.models.equal_work import EqualWork
 from cloze.service.models.served_models import ServedModel
 from cloze.service.settings import Settings
 from cloze.service.tasks import Task, TaskContext, TaskLimits
 from cloze.service.tasks.task import Outputs
 from cloze.service.text.tokenizer import Tokenizer
-from cloze.service.threads import run_on_thread
-
-T = TypeVar("T")
+from cloze.service.threads import run_anywhere, run_on_thread
 
 _INLINE_BYTES = 4_000
 """Shorter requests are tokenized on the event loop.
@@ -56,60 +53,10 @@ def task_limits(settings: Settings, manifest: Manifest) -> TaskLimits:
     )
 
 
-async def run_anywhere(is_short: bool, function: Callable[..., T], *arguments: object) -> T:
-    """Return the result of a function; it runs on a thread unless it takes a short time."""
-    return function(*arguments) if is_short else await run_on_thread(function, *arguments)
-
-
-class Completions:
-    """Passes the ends of requests from worker threads to the event loop.
-
-    A worker ends the requests of a batch one after another. The first one wakes the event loop,
-    which then finds the others.
-    """
-
-    def __init__(self) -> None:
-        self._ended: deque[asyncio.Future[None]] = deque()
-        self._is_awake = False
-
-    async def wait(self, request: Submission) -> BatchResult:
-        """Return the result of a request; cancel the request if this coroutine is cancelled.
-
-        Raises:
-            ServiceError: the request gets no result.
-        """
-        loop = asyncio.get_running_loop()
-        waiter = loop.create_future()
-
-        def end(_: Future[BatchResult]) -> None:
-            self._ended.append(waiter)
-            if not self._is_awake:
-                self._is_awake = True
-                try:
-                    loop.call_soon_threadsafe(self._wake_waiters)
-                except RuntimeError:  # the loop has closed, so nobody waits
-                    self._is_awake = False
-
-        request.add_done_callback(end)
-        try:
-            await waiter
-        except asyncio.CancelledError:
-            request.cancel()
-            raise
-        return request.result()
-
-    def _wake_waiters(self) -> None:
-        self._is_awake = False  # before the loop: a worker may append meanwhile
-        while self._ended:
-            waiter = self._ended.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
-
-
 class Pipeline:
     """Answers the requests of one served model.
 
-    Models with one tokenizer may share it.
+    Models with one tokenizer may share it, and all models share the equal work.
 
     Raises:
         StartupError: the bundle's tokenizer cannot be read.
@@ -121,12 +68,13 @@ class Pipeline:
         limits: TaskLimits,
         tokenizer: Tokenizer | None = None,
         clock: Clock = CLOCK,
+        equal_work: EqualWork | None = None,
     ) -> None:
         self.model, self._clock = model, clock
+        self._equal_work = equal_work or EqualWork(clock=clock)
         self.manifest: Manifest = model.bundle.manifest
         self.reference = self.manifest.reference
         self.context = TaskContext(self.manifest, tokenizer or Tokenizer(model.bundle), limits)
-        self._completions = Completions()
         # Naming a space takes 10 us, and most requests have the same recipe.
         self._spaces = lru_cache(128)(
             lambda precision, recipe: recipe and embedding_space(self.manifest, precision, recipe)
@@ -166,17 +114,17 @@ class Pipeline:
             request.trace.parent if request.trace is not None else "",
             request.is_bulk,
         )
-        submission = Submission(terms, prepared.encodings)
         rows, last = 0, prepared
         while True:
             rows += last.answer_rows
-            request.tokens += submission.tokens
+            tokens = sum([len(encoding.input_ids) for encoding in last.encodings])
+            request.tokens += tokens
             if request.key is not None:
-                request.key.take_tokens(submission.tokens, self._clock.monotonic())
+                request.key.take_tokens(tokens, self._clock.monotonic())
             outputs: Outputs = []
-            if submission.tokens:  # a task without the engine has none
-                self.model.queue.submit(submission)
-                batch = await self._completions.wait(submission)
+            if tokens:  # a task without the engine has none
+                model = f"{self._fingerprint} {self.model.precision()}"
+                batch = await self._equal_work.run(model, self.model.queue, terms, last.encodings)
                 outputs = batch.outputs
                 request.queue_s += batch.queue_s
                 request.inference_s += batch.inference_s
@@ -185,8 +133,7 @@ class Pipeline:
             following = await run_on_thread(last.advance, outputs, self.context)
             if following is None:
                 break
-            last = following
-            submission = Submission(terms._replace(later_round=True), last.encodings)
+            last, terms = following, terms._replace(later_round=True)
         if request.expected_space is not None:  # an engine that ran has a precision
             self._check_space(prepared.vectors, request.expected_space)
         request.is_large = request.body_bytes > _REPEATED_BYTES or rows > _INLINE_ROWS
@@ -198,6 +145,13 @@ class Pipeline:
         request.warnings, request.usage = prepared.warnings, prepared.usage
         request.embedding_space = self._spaces(self.model.precision(), prepared.vectors)
         return value
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        """The digests of all files that results depend on."""
+        bundle = self.model.bundle
+        adapter = bundle.key if isinstance(bundle, AdapterBundle) else ""
+        return f"{self.reference} {self.manifest.digest} {adapter}"
 
     def embedding_space(self, recipe: VectorRecipe | None) -> str | None:
         """Return the name of the space of vectors, on the graph that runs; None for no vectors."""

@@ -1,0 +1,279 @@
+"""Does equal work once: runs equal encodings together, and keeps results for later ones.
+
+Two encodings are *equal* if a client sends both to one model with the same token ids, token types
+and requests to heads. A client is that of the fair queue: an API key, or an address. So no client
+can find out by the time of an answer what another one has sent. The results of heads are numbers,
+never text.
+
+Example: a request has the texts A, B, A and C. Another request of the client, for B, waits in the
+queue, and the result of C is kept. The request submits A alone, once, so the tokens of A are what
+admission counts. It joins the run of B, and its answer has four results.
+"""
+
+import asyncio
+import os
+import pickle
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import blake2b
+
+from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.service.batching.fair_queue import LineKey, Queue, Submission, Terms
+from cloze.service.clock import CLOCK, Clock
+from cloze.service.core import BatchResult, ReuseCounts
+from cloze.service.errors import DeadlineExceeded, EngineFailed, Overloaded
+from cloze.service.threads import run_anywhere
+
+_INLINE_TOKENS = 1_024
+"""Encodings of more tokens are looked up, and kept, on a thread: each takes about 10 us."""
+
+_ENTRY_BYTES = 200
+"""Memory of a kept result besides its pickled bytes: the key, and the entry of the dictionary."""
+
+
+class KeptResults:
+    """Results of heads by key; the one that was not used for longest makes room.
+
+    Any thread may call the methods.
+
+    Args:
+        max_bytes: most memory of the results; 0: nothing is kept.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._pickled: OrderedDict[bytes, bytes] = OrderedDict()  # the last used one is last
+        self.bytes = self.evictions = 0
+
+    def find(self, keys: Sequence[bytes]) -> dict[bytes, HeadOutputs]:
+        """Return what is kept of these keys, as copies that belong to the caller."""
+        found = {}
+        for key in dict.fromkeys(keys) if self._pickled else ():
+            with self._lock:
+                if (data := self._pickled.get(key)) is not None:
+                    self._pickled.move_to_end(key)
+                    found[key] = pickle.loads(data)
+        return found
+
+    def keep(self, results: Mapping[bytes, HeadOutputs]) -> None:
+        """Keep results, as copies. A result that is larger than the memory is not kept."""
+        for key, outputs in results.items():
+            with self._lock:
+                if key in self._pickled:
+                    continue
+                data = pickle.dumps(outputs, pickle.HIGHEST_PROTOCOL)
+                self._pickled[key] = data
+                self.bytes += len(data) + _ENTRY_BYTES
+                while self.bytes > self.max_bytes:
+                    _, oldest = self._pickled.popitem(last=False)
+                    self.bytes -= len(oldest) + _ENTRY_BYTES
+                    self.evictions += 1
+
+    def clear(self) -> None:
+        """Drop all results."""
+        with self._lock:
+            self._pickled.clear()
+            self.bytes = 0
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """Encodings that one request has submitted, and for which other requests may wait too.
+
+    Attributes:
+        line: the line in which they wait, and whether it is that of later rounds. Only requests of
+            the same line join the run: a line is served in the order of arrival, so the run comes
+            before one of their own. In another line, such as that of bulk requests, it may not.
+        places: the index of each encoding in the submission, by its key.
+        askers: number of requests that wait. The last one that leaves cancels the submission.
+        ended: is set after the end of the submission.
+    """
+
+    submission: Submission
+    line: tuple[LineKey, bool]
+    places: Mapping[bytes, int]
+    askers: int = 0
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the submission has failed; None if it has not."""
+        return self.submission.exception()
+
+    @property
+    def concerns_all(self) -> bool:
+        """Whether every request that waits fails with the error of the run.
+
+        The other errors are those of the request that has submitted the run: it was refused, its
+        time was over, or another one of its encodings has failed.
+        """
+        if isinstance(self.error, EngineFailed):
+            return len(self.places) == 1
+        return not isinstance(self.error, Overloaded | DeadlineExceeded)
+
+
+class EqualWork:
+    """Runs encodings, equal ones once. All models of a process share one instance.
+
+    Use `run` on one event loop.
+
+    Args:
+        max_bytes: most memory of kept results. They are found by hashes with a secret of the
+            process, so no text stays in memory.
+    """
+
+    def __init__(self, max_bytes: int = 0, clock: Clock = CLOCK) -> None:
+        self.kept = KeptResults(max_bytes)
+        self._clock = clock
+        self._secret = os.urandom(blake2b.MAX_KEY_SIZE)
+        self._in_flight: dict[bytes, Run] = {}
+        self._ended: deque[Run] = deque()
+        self._is_awake = False
+        self._hits = self._misses = self._shared = 0
+
+    @property
+    def counts(self) -> ReuseCounts:
+        """What was counted so far."""
+        kept = self.kept
+        return ReuseCounts(self._hits, self._misses, self._shared, kept.evictions, kept.bytes)
+
+    async def run(
+        self, model: str, queue: Queue, terms: Terms, encodings: Sequence[Encoding]
+    ) -> BatchResult:
+        """Return the results of encodings: kept ones, those of runs in flight, and of an own run.
+
+        The time in which only the runs of others are left counts as time in the queue. If this
+        coroutine is cancelled, encodings are dropped for which no other request waits.
+
+        Args:
+            model: names the weights and the precision of the model.
+            queue: the queue of the model.
+            terms: the terms of the request.
+            encodings: at least one.
+
+        Raises:
+            ServiceError: the request gets no result.
+        """
+        is_short = sum([len(encoding) for encoding in encodings]) <= _INLINE_TOKENS
+        keys, results = await run_anywhere(is_short, self._find, model, terms.client, encodings)
+        distinct = dict(zip(keys, encodings, strict=True))
+        hits = sum([key in results for key in keys]) if results else 0
+        ran, queue_s, inference_s = 0, 0.0, 0.0
+        while missing := {key: one for key, one in distinct.items() if key not in results}:
+            own, run_of = self._runs(missing, queue, terms)
+            runs, began = set(run_of.values()), self._clock.monotonic()
+            await _wait(own, runs)
+            waited_s = self._clock.monotonic() - began
+            batches = {run: run.submission.result() for run in runs if run.error is None}
+            # A run of another request may have begun before this one came.
+            ran_s = min(waited_s, max([batch.inference_s for batch in batches.values()], default=0))
+            queued_s = max([batch.queue_s for batch in batches.values()], default=waited_s)
+            inference_s, queue_s = inference_s + ran_s, queue_s + min(queued_s, waited_s - ran_s)
+            ran += 0 if own is None else len(own.places)
+            new = {
+                key: batches[run].outputs[run.places[key]]
+                for key, run in run_of.items()
+                if run in batches
+            }
+            results |= new
+            if self.kept.max_bytes:
+                await run_anywhere(is_short, self.kept.keep, new)
+            # What is missing now was admitted for a request that has failed, unless it was refused.
+            if not any(isinstance(run.error, Overloaded) for run in runs):
+                terms = terms._replace(later_round=True)
+        self._hits += hits
+        self._misses += len(keys) - hits if self.kept.max_bytes else 0
+        self._shared += len(keys) - hits - ran
+        return BatchResult([results[key] for key in keys], queue_s, inference_s)
+
+    def _find(
+        self, model: str, client: str, encodings: Sequence[Encoding]
+    ) -> tuple[list[bytes], dict[bytes, HeadOutputs]]:
+        """Return the keys of encodings, and the results that are kept of them."""
+        prefixes: dict[int, blake2b] = {}  # by the identity of requests, which encodings share
+        keys = []
+        for encoding in encodings:
+            prefix = prefixes.get(id(encoding.requests))
+            if prefix is None:
+                # Requests are numbers and lists, so that `repr` has all of them, and no NUL.
+                described = repr((model, client, encoding.requests)).encode() + b"\0"
+                prefix = blake2b(described, key=self._secret, digest_size=16)
+                prefixes[id(encoding.requests)] = prefix
+            key = prefix.copy()
+            key.update(encoding.input_ids.tobytes())
+            key.update(encoding.token_type_ids.tobytes())  # of the same length
+            keys.append(key.digest())
+        return keys, self.kept.find(keys)
+
+    def _runs(
+        self, missing: Mapping[bytes, Encoding], queue: Queue, terms: Terms
+    ) -> tuple[Run | None, dict[bytes, Run]]:
+        """Submit the encodings that are not in flight; return their run, and the run of each."""
+        tokens = sum([len(encoding) for encoding in missing.values()])
+        line = LineKey.of(tokens, terms.timeout_s, is_bulk=terms.is_bulk), terms.later_round
+        run_of: dict[bytes, Run] = {}
+        work: dict[bytes, Encoding] = {}
+        for key, encoding in missing.items():
+            run = self._in_flight.get(key)
+            if run is not None and run.line == line and not run.submission.done():
+                run_of[key] = run
+            else:
+                work[key] = encoding
+        if not work:
+            return None, run_of
+        submission = Submission(terms, [*work.values()])
+        places = {key: place for place, key in enumerate(work)}
+        own = Run(submission, (submission.key, terms.later_round), places)
+        queue.submit(submission)
+        submission.add_done_callback(partial(self._end, asyncio.get_running_loop(), own))
+        mine = dict.fromkeys(work, own)
+        self._in_flight |= mine
+        return own, run_of | mine
+
+    def _end(self, loop: asyncio.AbstractEventLoop, run: Run, _: Future[BatchResult]) -> None:
+        """Wake the event loop, which then finds all runs that have ended. Called on any thread."""
+        self._ended.append(run)
+        if not self._is_awake:
+            self._is_awake = True
+            try:
+                loop.call_soon_threadsafe(self._wake)
+            except RuntimeError:  # the loop has closed, so nobody waits
+                self._is_awake = False
+
+    def _wake(self) -> None:
+        """Forget the runs that have ended, and wake the requests that wait for them."""
+        self._is_awake = False  # before the loop: a worker may append meanwhile
+        while self._ended:
+            run = self._ended.popleft()
+            for key in run.places:
+                if self._in_flight.get(key) is run:
+                    del self._in_flight[key]
+            run.ended.set()
+
+
+async def _wait(own: Run | None, runs: Iterable[Run]) -> None:
+    """Wait for the end of all runs, and cancel those for which nobody else waits.
+
+    Raises:
+        ServiceError: the own run has failed, or another one with an error that concerns all.
+    """
+    for run in runs:
+        run.askers += 1
+    try:
+        if own is not None:
+            await own.ended.wait()
+            own.submission.result()
+        for run in runs:
+            await run.ended.wait()
+            if run.error is not None and run.concerns_all:
+                raise type(run.error)(str(run.error))  # the traceback of the first has its body
+    finally:
+        for run in runs:
+            run.askers -= 1
+            if not run.askers:
+                run.submission.cancel()

@@ -110,21 +110,13 @@ class BatchReport:
 
 
 class ReuseCounts(NamedTuple):
-    """What was not run again, in sequences since the start; see `models.equal_work`.
+    """Numbers of sequences since the start; see `models.equal_work`."""
 
-    Attributes:
-        hits: sequences whose results were kept.
-        misses: other sequences, while results are kept.
-        shared: sequences that had the results of an equal one, in their request or in flight.
-        evictions: results that made room for others.
-        bytes: memory of the results that are kept now.
-    """
-
-    hits: int = 0
-    misses: int = 0
-    shared: int = 0
-    evictions: int = 0
-    bytes: int = 0
+    hits: int = 0  # their results were kept
+    misses: int = 0  # they were not
+    shared: int = 0  # they had the results of equal ones, in their request or in flight
+    evictions: int = 0  # their results made room for others
+    bytes: int = 0  # memory of the results that are kept now
 
 
 LogFormat = Literal["text", "json"]

@@ -340,7 +340,7 @@ class Service:
         self._metrics.model_infos = lambda: self.snapshot.model_infos()
         if self.has_engines:
             self._metrics.queues = lambda: self.snapshot.queues()
-        self._metrics.reuse = lambda: self._equal_work.counts
+        self._metrics.reuse = self._equal_work.counts
         if (keys := self._callers.keys) is not None:
             self._metrics.keys_readable = lambda: not keys.file.problem
         self._metrics.certificate_end = lambda: self.certificate.end

@@ -36,9 +36,7 @@ _ENTRY_BYTES = 200
 
 
 class KeptResults:
-    """Results of heads by key; the one that was not used for longest makes room.
-
-    Any thread may call the methods.
+    """Results of heads by key; the one that was not used for longest makes room. Thread-safe.
 
     Args:
         max_bytes: most memory of the results; 0: nothing is kept.
@@ -88,7 +86,7 @@ class Run:
     Attributes:
         line: the line in which they wait, and whether it is that of later rounds. Only requests of
             the same line join the run: a line is served in the order of arrival, so the run comes
-            before one of their own. In another line, such as that of bulk requests, it may not.
+            before one of their own.
         places: the index of each encoding in the submission, by its key.
         askers: number of requests that wait. The last one that leaves cancels the submission.
         ended: is set after the end of the submission.
@@ -106,15 +104,13 @@ class Run:
         return self.submission.exception()
 
     @property
-    def concerns_all(self) -> bool:
-        """Whether every request that waits fails with the error of the run.
+    def is_own_error(self) -> bool:
+        """Whether the error is only that of the request that has submitted the run.
 
-        The other errors are those of the request that has submitted the run: it was refused, its
-        time was over, or another one of its encodings has failed.
+        The request was refused, its time was over, or another one of its encodings has failed.
         """
-        if isinstance(self.error, EngineFailed):
-            return len(self.places) == 1
-        return not isinstance(self.error, Overloaded | DeadlineExceeded)
+        is_of_one = isinstance(self.error, EngineFailed) and len(self.places) > 1
+        return is_of_one or isinstance(self.error, Overloaded | DeadlineExceeded)
 
 
 class EqualWork:
@@ -136,24 +132,22 @@ class EqualWork:
         self._is_awake = False
         self._hits = self._misses = self._shared = 0
 
-    @property
     def counts(self) -> ReuseCounts:
-        """What was counted so far."""
+        """Return what was counted so far."""
         kept = self.kept
-        return ReuseCounts(self._hits, self._misses, self._shared, kept.evictions, kept.bytes)
+        misses = self._misses if kept.max_bytes else 0
+        return ReuseCounts(self._hits, misses, self._shared, kept.evictions, kept.bytes)
 
     async def run(
         self, model: str, queue: Queue, terms: Terms, encodings: Sequence[Encoding]
     ) -> BatchResult:
         """Return the results of encodings: kept ones, those of runs in flight, and of an own run.
 
-        The time in which only the runs of others are left counts as time in the queue. If this
-        coroutine is cancelled, encodings are dropped for which no other request waits.
+        Without an own run, the wait counts as time in the queue. If this coroutine is cancelled,
+        encodings are dropped for which no other request waits.
 
         Args:
-            model: names the weights and the precision of the model.
-            queue: the queue of the model.
-            terms: the terms of the request.
+            model: names the weights and the precision that the queue runs.
             encodings: at least one.
 
         Raises:
@@ -169,25 +163,19 @@ class EqualWork:
             runs, began = set(run_of.values()), self._clock.monotonic()
             await _wait(own, runs)
             waited_s = self._clock.monotonic() - began
-            batches = {run: run.submission.result() for run in runs if run.error is None}
-            # A run of another request may have begun before this one came.
-            ran_s = min(waited_s, max([batch.inference_s for batch in batches.values()], default=0))
-            queued_s = max([batch.queue_s for batch in batches.values()], default=waited_s)
-            inference_s, queue_s = inference_s + ran_s, queue_s + min(queued_s, waited_s - ran_s)
-            ran += 0 if own is None else len(own.places)
-            new = {
-                key: batches[run].outputs[run.places[key]]
-                for key, run in run_of.items()
-                if run in batches
-            }
-            results |= new
+            batch = own.submission.result() if own is not None else BatchResult([], waited_s, 0.0)
+            queue_s, inference_s = queue_s + batch.queue_s, inference_s + batch.inference_s
+            ran += len(batch.outputs)
+            outputs = {run: run.submission.result().outputs for run in runs if run.error is None}
+            for key, run in run_of.items():
+                if run in outputs:
+                    results[key] = outputs[run][run.places[key]]
             if self.kept.max_bytes:
-                await run_anywhere(is_short, self.kept.keep, new)
+                await run_anywhere(is_short, self.kept.keep, results)
             # What is missing now was admitted for a request that has failed, unless it was refused.
             if not any(isinstance(run.error, Overloaded) for run in runs):
                 terms = terms._replace(later_round=True)
-        self._hits += hits
-        self._misses += len(keys) - hits if self.kept.max_bytes else 0
+        self._hits, self._misses = self._hits + hits, self._misses + len(keys) - hits
         self._shared += len(keys) - hits - ran
         return BatchResult([results[key] for key in keys], queue_s, inference_s)
 
@@ -195,19 +183,12 @@ class EqualWork:
         self, model: str, client: str, encodings: Sequence[Encoding]
     ) -> tuple[list[bytes], dict[bytes, HeadOutputs]]:
         """Return the keys of encodings, and the results that are kept of them."""
-        prefixes: dict[int, blake2b] = {}  # by the identity of requests, which encodings share
         keys = []
         for encoding in encodings:
-            prefix = prefixes.get(id(encoding.requests))
-            if prefix is None:
-                # Requests are numbers and lists, so that `repr` has all of them, and no NUL.
-                described = repr((model, client, encoding.requests)).encode() + b"\0"
-                prefix = blake2b(described, key=self._secret, digest_size=16)
-                prefixes[id(encoding.requests)] = prefix
-            key = prefix.copy()
-            key.update(encoding.input_ids.tobytes())
-            key.update(encoding.token_type_ids.tobytes())  # of the same length
-            keys.append(key.digest())
+            # Requests are numbers and lists, so `repr` has all of them, and no NUL.
+            described = repr((model, client, encoding.requests)).encode() + b"\0"
+            arrays = encoding.input_ids.tobytes() + encoding.token_type_ids.tobytes()
+            keys.append(blake2b(described + arrays, key=self._secret, digest_size=16).digest())
         return keys, self.kept.find(keys)
 
     def _runs(
@@ -216,24 +197,18 @@ class EqualWork:
         """Submit the encodings that are not in flight; return their run, and the run of each."""
         tokens = sum([len(encoding) for encoding in missing.values()])
         line = LineKey.of(tokens, terms.timeout_s, is_bulk=terms.is_bulk), terms.later_round
-        run_of: dict[bytes, Run] = {}
-        work: dict[bytes, Encoding] = {}
-        for key, encoding in missing.items():
-            run = self._in_flight.get(key)
-            if run is not None and run.line == line and not run.submission.done():
-                run_of[key] = run
-            else:
-                work[key] = encoding
+        in_flight = [(key, run) for key in missing if (run := self._in_flight.get(key)) is not None]
+        joined = {k: run for k, run in in_flight if run.line == line and not run.submission.done()}
+        work = [key for key in missing if key not in joined]
         if not work:
-            return None, run_of
-        submission = Submission(terms, [*work.values()])
+            return None, joined
+        submission = Submission(terms, [missing[key] for key in work])
         places = {key: place for place, key in enumerate(work)}
         own = Run(submission, (submission.key, terms.later_round), places)
         queue.submit(submission)
         submission.add_done_callback(partial(self._end, asyncio.get_running_loop(), own))
-        mine = dict.fromkeys(work, own)
-        self._in_flight |= mine
-        return own, run_of | mine
+        self._in_flight.update(dict.fromkeys(work, own))
+        return own, joined | dict.fromkeys(work, own)
 
     def _end(self, loop: asyncio.AbstractEventLoop, run: Run, _: Future[BatchResult]) -> None:
         """Wake the event loop, which then finds all runs that have ended. Called on any thread."""
@@ -260,7 +235,7 @@ async def _wait(own: Run | None, runs: Iterable[Run]) -> None:
     """Wait for the end of all runs, and cancel those for which nobody else waits.
 
     Raises:
-        ServiceError: the own run has failed, or another one with an error that concerns all.
+        ServiceError: the own run has failed, or another one with an error of all who wait.
     """
     for run in runs:
         run.askers += 1
@@ -270,7 +245,7 @@ async def _wait(own: Run | None, runs: Iterable[Run]) -> None:
             own.submission.result()
         for run in runs:
             await run.ended.wait()
-            if run.error is not None and run.concerns_all:
+            if run.error is not None and not run.is_own_error:
                 raise type(run.error)(str(run.error))  # the traceback of the first has its body
     finally:
         for run in runs:

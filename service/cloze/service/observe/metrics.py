@@ -202,7 +202,7 @@ class Metrics:
         # and a request has six values. To append takes 0.1 us, and is atomic.
         self._observed: defaultdict[Counter | Histogram, list[float]] = defaultdict(list)
         self._newest: dict[Histogram, tuple[float, str]] = {}  # (value, request id)
-        self._scraping, self._writing = threading.Lock(), threading.Lock()
+        self._scraping = threading.Lock()
         self._reused = ReuseCounts()  # what is written
 
     def begin(self) -> None:
@@ -360,18 +360,18 @@ class Metrics:
     def _write_often(self) -> None:
         while True:
             CLOCK.sleep(_WRITE_EVERY_S)
-            self._write()
+            with self._scraping:
+                self._write()
 
     def _write(self) -> None:
         """Write what the families of this process do not have yet."""
         families, series = self._families, self._series
         self._write_observed()
         families.in_flight.set(self.in_flight)
-        with self._writing:
-            written, self._reused = self._reused, self.reuse()
-            for family, count, before in zip(families.reuse, self._reused, written, strict=False):
-                family.inc(count - before)
-            families.cache_bytes.set(self._reused.bytes)
+        written, self._reused = self._reused, self.reuse()
+        for family, count, before in zip(families.reuse, self._reused, written, strict=False):
+            family.inc(count - before)
+        families.cache_bytes.set(self._reused.bytes)
         for model, state in self.queues().items():
             series(families.queue_tokens, model).set(state.tokens)
             series(families.backlog, model).set(state.backlog_s)

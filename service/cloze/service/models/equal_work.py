@@ -12,12 +12,11 @@ admission counts. It joins the run of B, and its answer has four results.
 
 import asyncio
 import os
-import pickle
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from hashlib import blake2b
 
@@ -31,52 +30,62 @@ from cloze.service.threads import run_anywhere
 _INLINE_TOKENS = 1_024
 """Encodings of more tokens are looked up, and kept, on a thread: each takes about 10 us."""
 
-_ENTRY_BYTES = 200
-"""Memory of a kept result besides its pickled bytes: the key, and the entry of the dictionary."""
+_ENTRY_BYTES, _ARRAY_BYTES = 400, 200  # of kept results besides their numbers
 
 
 class KeptResults:
-    """Results of heads by key; the one that was not used for longest makes room. Thread-safe.
+    """Results by key, in `max_bytes` of memory: those that were not used for longest make room.
 
-    Args:
-        max_bytes: most memory of the results; 0: nothing is kept.
+    Any thread may call the methods.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._pickled: OrderedDict[bytes, bytes] = OrderedDict()  # the last used one is last
+        # By key: results, and their memory. The last used ones are last.
+        self._kept: OrderedDict[bytes, tuple[HeadOutputs, int]] = OrderedDict()
         self.bytes = self.evictions = 0
 
     def find(self, keys: Sequence[bytes]) -> dict[bytes, HeadOutputs]:
-        """Return what is kept of these keys, as copies that belong to the caller."""
+        """Return what is kept of these keys; the arrays are read-only."""
         found = {}
-        for key in dict.fromkeys(keys) if self._pickled else ():
-            with self._lock:
-                if (data := self._pickled.get(key)) is not None:
-                    self._pickled.move_to_end(key)
-                    found[key] = pickle.loads(data)
+        with self._lock:
+            for key in keys:
+                if key in self._kept:
+                    self._kept.move_to_end(key)
+                    found[key] = self._kept[key][0]
         return found
 
     def keep(self, results: Mapping[bytes, HeadOutputs]) -> None:
-        """Keep results, as copies. A result that is larger than the memory is not kept."""
+        """Keep copies of results. Results that are larger than the memory are not kept."""
         for key, outputs in results.items():
             with self._lock:
-                if key in self._pickled:
+                if key in self._kept:
                     continue
-                data = pickle.dumps(outputs, pickle.HIGHEST_PROTOCOL)
-                self._pickled[key] = data
-                self.bytes += len(data) + _ENTRY_BYTES
+                self._kept[key] = entry = _copies(outputs)
+                self.bytes += entry[1]
                 while self.bytes > self.max_bytes:
-                    _, oldest = self._pickled.popitem(last=False)
-                    self.bytes -= len(oldest) + _ENTRY_BYTES
+                    _, (_, size) = self._kept.popitem(last=False)
+                    self.bytes -= size
                     self.evictions += 1
 
     def clear(self) -> None:
         """Drop all results."""
         with self._lock:
-            self._pickled.clear()
+            self._kept.clear()
             self.bytes = 0
+
+
+def _copies(outputs: HeadOutputs) -> tuple[HeadOutputs, int]:
+    """Return results in arrays of their own, which are not views of a batch, and their memory."""
+    copies, size = {}, _ENTRY_BYTES
+    for head, result in outputs.items():
+        arrays = [getattr(result, each.name).copy() for each in fields(result)]
+        for array in arrays:
+            array.flags.writeable = False
+            size += _ARRAY_BYTES + array.nbytes
+        copies[head] = type(result)(*arrays)
+    return copies, size
 
 
 @dataclass(slots=True, eq=False)
@@ -84,9 +93,8 @@ class Run:
     """Encodings that one request has submitted, and for which other requests may wait too.
 
     Attributes:
-        line: the line in which they wait, and whether it is that of later rounds. Only requests of
-            the same line join the run: a line is served in the order of arrival, so the run comes
-            before one of their own.
+        line: the line in which they wait, and whether in a later round. Only requests of the same
+            line join the run, which comes before one of their own: a line is served in order.
         places: the index of each encoding in the submission, by its key.
         askers: number of requests that wait. The last one that leaves cancels the submission.
         ended: is set after the end of the submission.
@@ -119,8 +127,7 @@ class EqualWork:
     Use `run` on one event loop.
 
     Args:
-        max_bytes: most memory of kept results. They are found by hashes with a secret of the
-            process, so no text stays in memory.
+        max_bytes: most memory of kept results; their keys are hashes, so no text stays in memory.
     """
 
     def __init__(self, max_bytes: int = 0, clock: Clock = CLOCK) -> None:
@@ -134,9 +141,8 @@ class EqualWork:
 
     def counts(self) -> ReuseCounts:
         """Return what was counted so far."""
-        kept = self.kept
-        misses = self._misses if kept.max_bytes else 0
-        return ReuseCounts(self._hits, misses, self._shared, kept.evictions, kept.bytes)
+        misses = self._misses if self.kept.max_bytes else 0
+        return ReuseCounts(self._hits, misses, self._shared, self.kept.evictions, self.kept.bytes)
 
     async def run(
         self, model: str, queue: Queue, terms: Terms, encodings: Sequence[Encoding]
@@ -232,11 +238,7 @@ class EqualWork:
 
 
 async def _wait(own: Run | None, runs: Iterable[Run]) -> None:
-    """Wait for the end of all runs, and cancel those for which nobody else waits.
-
-    Raises:
-        ServiceError: the own run has failed, or another one with an error of all who wait.
-    """
+    """Wait for the end of all runs, or raise an error; cancel runs for which nobody else waits."""
     for run in runs:
         run.askers += 1
     try:

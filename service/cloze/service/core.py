@@ -109,6 +109,16 @@ class BatchReport:
     traces: Sequence[str] = ()
 
 
+class ReuseCounts(NamedTuple):
+    """Numbers of sequences since the start; see `models.equal_work`."""
+
+    hits: int = 0  # their results were kept
+    misses: int = 0  # they were not
+    shared: int = 0  # they had the results of equal ones, in their request or in flight
+    evictions: int = 0  # their results made room for others
+    bytes: int = 0  # memory of the results that are kept now
+
+
 LogFormat = Literal["text", "json"]
 
 
@@ -226,8 +236,8 @@ class ServedRequest:
 
         model: full name of the model; "" if none was chosen.
         texts: number of its texts, pairs or questions; 0: it has no result.
-        tokens: number of tokens that the engine runs, special tokens included. They are taken from
-            the limit of its key, and given back if it has no result.
+        tokens: number of tokens of its sequences, special tokens included, run or not. They are
+            taken from the limit of its key, and given back if it has no result.
         truncated: number of its texts that were cut.
         warnings: messages for the client, in ASCII.
         usage: the `TextUsage` of each input; None unless the client asks.

@@ -35,6 +35,7 @@ from cloze.service.http.routes import RECORD, ROOT_PATH, Connection, Route
 from cloze.service.http.routing import OPEN_PAGES, PAGES, create_app
 from cloze.service.machine import available_cpus
 from cloze.service.models.adapters import AdapterBundle
+from cloze.service.models.equal_work import EqualWork
 from cloze.service.models.pipeline import Models, Pipeline, task_limits
 from cloze.service.models.served_models import (
     EngineFactory,
@@ -212,6 +213,7 @@ class Service:
             ByteBudget("unread answers", settings.max_answers_bytes),
             clock,
         )
+        self._equal_work = EqualWork(settings.cache_mb * 2**20, clock)
         self._starts, self._returns = StartQueue(clock), Returns(max(1, settings.frontends))
         self._recorder = Recorder(
             metrics,
@@ -241,7 +243,8 @@ class Service:
         tokenizers: dict[Path, Tokenizer] = {}  # adapters have that of their base
         for model in served:
             limits, path = task_limits(settings, model.bundle.manifest), model.bundle.path
-            pipelines.append(Pipeline(model, limits, tokenizers.get(path), self._clock))
+            tokenizer, work = tokenizers.get(path), self._equal_work
+            pipelines.append(Pipeline(model, limits, tokenizer, self._clock, work))
             tokenizers[path] = pipelines[-1].context.tokenizer
         defaults, aliases = settings.default_models(), settings.models_of_aliases()
         models = Models(pipelines, self._tasks.values(), defaults, aliases)
@@ -337,6 +340,7 @@ class Service:
         self._metrics.model_infos = lambda: self.snapshot.model_infos()
         if self.has_engines:
             self._metrics.queues = lambda: self.snapshot.queues()
+        self._metrics.reuse = self._equal_work.counts
         if (keys := self._callers.keys) is not None:
             self._metrics.keys_readable = lambda: not keys.file.problem
         self._metrics.certificate_end = lambda: self.certificate.end
@@ -419,6 +423,7 @@ class Service:
             raise errors.ReloadRefused(f"nothing was reloaded: {error}") from error
         self._add_series(new)
         self.snapshot = new
+        self._equal_work.kept.clear()
         if not old.running:
             self._keep(self._end(old))
         reasons = kept_reasons(self._settings)

@@ -125,6 +125,9 @@ class Settings(BaseModel):
     rate, from 128 to 512; on a GPU a value measured at start-up"""
     batch_latency_ms: Annotated[int, Field(ge=1, le=60_000)] = 20
     """longest duration of a batch of several texts if max_batch_tokens is 0"""
+    cache_mb: _Natural = 0
+    """most memory of results that are kept for equal texts of one API key or address, in MiB, per
+    process that handles HTTP; a reload drops them; 0: none"""
     gpu_memory_limit_mb: _Natural = 0
     """most GPU memory per model, in MiB; 0: no limit"""
     max_queue_tokens: _Positive = 524_288

@@ -36,6 +36,11 @@ async def run_on_thread(function: Callable[..., T], *arguments: object) -> T:
     return outcome
 
 
+async def run_anywhere(is_short: bool, function: Callable[..., T], *arguments: object) -> T:
+    """Return the result of a function; it runs on a thread unless it takes a short time."""
+    return function(*arguments) if is_short else await run_on_thread(function, *arguments)
+
+
 class _Raised(NamedTuple):
     error: Exception
 

@@ -232,6 +232,7 @@ class AdaptedRuns:
             for output in (*outputs, hidden, *logits):
                 if output.dtype.kind == "f" and not np.isfinite(output).all():
                     raise FloatingPointError  # as `OnnxEngine.run` does
+                output.flags.writeable = False
             results = packed.unpack(dict(zip(names, outputs, strict=True)))
             return [
                 result if head is None else {**result, head.name: ArrayResult(array)}

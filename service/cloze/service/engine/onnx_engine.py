@@ -136,6 +136,7 @@ class OnnxEngine:
         for output in outputs:
             if output.dtype.kind == "f" and not np.isfinite(output).all():
                 raise FloatingPointError  # JSON would have null for the number that overflowed
+            output.flags.writeable = False  # equal sequences share their results
         return packed.unpack(dict(zip(packed.outputs, outputs, strict=True)))
 
     def probe(self) -> None:

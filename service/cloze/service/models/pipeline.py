@@ -4,30 +4,26 @@
 pipeline of a request. The module depends neither on HTTP nor on a particular task.
 """
 
-import asyncio
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from functools import lru_cache
-from typing import Any, TypeVar
+from functools import cached_property, lru_cache
+from typing import Any
 
 from cloze.model_store import Manifest
+from cloze.model_store.batch import Encoding
 from cloze.model_store.embedding_space import VectorRecipe, embedding_space, own_recipes
 from cloze.model_store.heads import HEADS
 from cloze.service import errors
-from cloze.service.batching.fair_queue import Submission, Terms
+from cloze.service.batching.fair_queue import Terms
 from cloze.service.clock import CLOCK, Clock
-from cloze.service.core import BatchResult, ServedRequest
-from cloze.service.models.label_reader import LabelReader
+from cloze.service.core import ServedRequest
+from cloze.service.models.adapters import AdapterBundle
+from cloze.service.models.equal_work import EqualWork
 from cloze.service.models.served_models import ServedModel
 from cloze.service.settings import Settings
 from cloze.service.tasks import Task, TaskContext, TaskLimits
-from cloze.service.tasks.label_vectors import LabelVectors
 from cloze.service.tasks.task import Outputs
 from cloze.service.text.tokenizer import Tokenizer
-from cloze.service.threads import run_on_thread
-
-T = TypeVar("T")
+from cloze.service.threads import run_anywhere, run_on_thread
 
 _INLINE_BYTES = 4_000
 """Shorter requests are tokenized on the event loop.
@@ -58,60 +54,10 @@ def task_limits(settings: Settings, manifest: Manifest) -> TaskLimits:
     )
 
 
-async def run_anywhere(is_short: bool, function: Callable[..., T], *arguments: object) -> T:
-    """Return the result of a function; it runs on a thread unless it takes a short time."""
-    return function(*arguments) if is_short else await run_on_thread(function, *arguments)
-
-
-class Completions:
-    """Passes the ends of requests from worker threads to the event loop.
-
-    A worker ends the requests of a batch one after another. The first one wakes the event loop,
-    which then finds the others.
-    """
-
-    def __init__(self) -> None:
-        self._ended: deque[asyncio.Future[None]] = deque()
-        self._is_awake = False
-
-    async def wait(self, request: Submission) -> BatchResult:
-        """Return the result of a request; cancel the request if this coroutine is cancelled.
-
-        Raises:
-            ServiceError: the request gets no result.
-        """
-        loop = asyncio.get_running_loop()
-        waiter = loop.create_future()
-
-        def end(_: Future[BatchResult]) -> None:
-            self._ended.append(waiter)
-            if not self._is_awake:
-                self._is_awake = True
-                try:
-                    loop.call_soon_threadsafe(self._wake_waiters)
-                except RuntimeError:  # the loop has closed, so nobody waits
-                    self._is_awake = False
-
-        request.add_done_callback(end)
-        try:
-            await waiter
-        except asyncio.CancelledError:
-            request.cancel()
-            raise
-        return request.result()
-
-    def _wake_waiters(self) -> None:
-        self._is_awake = False  # before the loop: a worker may append meanwhile
-        while self._ended:
-            waiter = self._ended.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
-
-
 class Pipeline:
     """Answers the requests of one served model.
 
-    Models with one tokenizer may share it.
+    Models with one tokenizer may share it, and all models share the equal work.
 
     Raises:
         StartupError: the bundle's tokenizer cannot be read.
@@ -123,15 +69,13 @@ class Pipeline:
         limits: TaskLimits,
         tokenizer: Tokenizer | None = None,
         clock: Clock = CLOCK,
+        equal_work: EqualWork | None = None,
     ) -> None:
         self.model, self._clock = model, clock
+        self._equal_work = equal_work or EqualWork(clock=clock)
         self.manifest: Manifest = model.bundle.manifest
         self.reference = self.manifest.reference
-        self._completions = Completions()
         self.context = TaskContext.of(model.bundle, limits, tokenizer)
-        self._labels: LabelReader | None = None
-        if model.labels is not None and (cache := self.context.labels) is not None:
-            self._labels = LabelReader(cache, model.labels.queue, self._completions.wait)
         # Naming a space takes 10 us, and most requests have the same recipe.
         self._spaces = lru_cache(128)(
             lambda precision, recipe: recipe and embedding_space(self.manifest, precision, recipe)
@@ -171,27 +115,23 @@ class Pipeline:
             request.trace.parent if request.trace is not None else "",
             request.is_bulk,
         )
-        if prepared.labels is not None and prepared.labels.missing:
-            await self._read_labels(prepared.labels, terms, request)
-        submission = Submission(terms, prepared.encodings)
+        if (labels := prepared.labels) is not None and labels.missing:
+            assert self.model.labels is not None  # else the bundle was refused
+            assert self.context.labels is not None
+            encodings = labels.missing_encodings
+            self.context.labels.fill(
+                labels, await self._outputs(self.model.labels, encodings, terms, request)
+            )
         rows, last = 0, prepared
         while True:
             rows += last.answer_rows
-            self._charge(request, submission.tokens)
-            outputs: Outputs = []
-            if submission.tokens:  # a task without the engine has none
-                self.model.queue.submit(submission)
-                batch = await self._completions.wait(submission)
-                outputs = batch.outputs
-                request.queue_s += batch.queue_s
-                request.inference_s += batch.inference_s
+            outputs = await self._outputs(self.model, last.encodings, terms, request)
             if last.advance is None:
                 break
             following = await run_on_thread(last.advance, outputs, self.context)
             if following is None:
                 break
-            last = following
-            submission = Submission(terms._replace(later_round=True), last.encodings)
+            last, terms = following, terms._replace(later_round=True)
         if request.expected_space is not None:  # an engine that ran has a precision
             self._check_space(prepared.vectors, request.expected_space)
         request.is_large = request.body_bytes > _REPEATED_BYTES or rows > _INLINE_ROWS
@@ -204,20 +144,33 @@ class Pipeline:
         request.embedding_space = self._spaces(self.model.precision(), prepared.vectors)
         return value
 
-    async def _read_labels(
-        self, labels: LabelVectors, terms: Terms, request: ServedRequest
-    ) -> None:
-        """Fill the vectors of labels that are missing; the texts wait for them."""
-        assert self._labels is not None  # the bundle has an encoder of labels, which is served
-        began = self._clock.monotonic()
-        self._charge(request, labels.tokens)
-        await self._labels.fill(labels, terms)
-        request.queue_s += self._clock.monotonic() - began
-
-    def _charge(self, request: ServedRequest, tokens: int) -> None:
+    async def _outputs(
+        self,
+        model: ServedModel,
+        encodings: Sequence[Encoding],
+        terms: Terms,
+        request: ServedRequest,
+    ) -> Outputs:
+        """Return the outputs of the model, or of its encoder of labels; charge the tokens first."""
+        tokens = sum([len(encoding.input_ids) for encoding in encodings])
         request.tokens += tokens
         if request.key is not None:
             request.key.take_tokens(tokens, self._clock.monotonic())
+        if not tokens:  # a task without the engine has none
+            return []
+        part = "texts" if model is self.model else "labels"
+        name = f"{self._fingerprint} {part} {model.precision()}"
+        batch = await self._equal_work.run(name, model.queue, terms, encodings)
+        request.queue_s += batch.queue_s
+        request.inference_s += batch.inference_s
+        return batch.outputs
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        """The digests of all files that results depend on."""
+        bundle = self.model.bundle
+        adapter = bundle.key if isinstance(bundle, AdapterBundle) else ""
+        return f"{self.reference} {self.manifest.digest} {adapter}"
 
     def embedding_space(self, recipe: VectorRecipe | None) -> str | None:
         """Return the name of the space of vectors, on the graph that runs; None for no vectors."""

@@ -32,7 +32,7 @@ from prometheus_client.samples import Exemplar
 from cloze.model_store.installation import build
 from cloze.service.batching.fair_queue import QueueState
 from cloze.service.clock import CLOCK
-from cloze.service.core import BatchFill, BatchReport, ServedRequest
+from cloze.service.core import BatchFill, BatchReport, ReuseCounts, ServedRequest
 from cloze.service.errors import Rejection
 from cloze.service.machine import memory_state
 from cloze.service.observe.exposition import encode
@@ -138,6 +138,13 @@ class Families:
             "cloze_requests_in_flight",
             "Requests that have arrived and are not answered.",
         )
+        self.reuse = (
+            counter("cloze_cache_hits", "Sequences whose results were kept."),
+            counter("cloze_cache_misses", "Sequences whose results were not kept."),
+            counter("cloze_shared_sequences", "Sequences that shared the run of an equal one."),
+            counter("cloze_cache_evictions", "Kept results that made room for others."),
+        )
+        self.cache_bytes = gauge("cloze_cache_bytes", "Memory of the results that are kept.")
         self.of_models: tuple[Counter | Gauge | Histogram, ...] = (
             *(self.requests, self.durations, self.parts, self.truncated, self.tokens),
             *(self.batches, self.batch_sequences, self.batch_tokens, self.batch_seconds),
@@ -164,6 +171,7 @@ class Metrics:
             all have labels of the same names.
         names: the model in the metrics of each served model, where it has another name.
         queues: returns the state of each queue of this process, by the model's full name.
+        reuse: returns what this process has not run again.
         keys_readable: returns whether the keys file can be read; None if there is none.
         certificate_end: returns the end of the served certificate, as Unix time; None without TLS.
     """
@@ -176,6 +184,7 @@ class Metrics:
         self.unready_reason: Callable[[], object | None] = lambda: "the service has not begun"
         self.model_infos: Callable[[], Mapping[str, Mapping[str, str]]] = dict
         self.queues: Callable[[], Mapping[str, QueueState]] = dict
+        self.reuse: Callable[[], ReuseCounts] = ReuseCounts
         self.keys_readable: Callable[[], bool | None] = lambda: None
         self.certificate_end: Callable[[], float | None] = lambda: None
         self._registry = CollectorRegistry()
@@ -194,6 +203,7 @@ class Metrics:
         self._observed: defaultdict[Counter | Histogram, list[float]] = defaultdict(list)
         self._newest: dict[Histogram, tuple[float, str]] = {}  # (value, request id)
         self._scraping = threading.Lock()
+        self._reused = ReuseCounts()  # what is written
 
     def begin(self) -> None:
         """Begin to write to the folder that processes share, if they share one."""
@@ -350,13 +360,18 @@ class Metrics:
     def _write_often(self) -> None:
         while True:
             CLOCK.sleep(_WRITE_EVERY_S)
-            self._write()
+            with self._scraping:
+                self._write()
 
     def _write(self) -> None:
         """Write what the families of this process do not have yet."""
         families, series = self._families, self._series
         self._write_observed()
         families.in_flight.set(self.in_flight)
+        written, self._reused = self._reused, self.reuse()
+        for family, count, before in zip(families.reuse, self._reused, written, strict=False):
+            family.inc(count - before)
+        families.cache_bytes.set(self._reused.bytes)
         for model, state in self.queues().items():
             series(families.queue_tokens, model).set(state.tokens)
             series(families.backlog, model).set(state.backlog_s)

@@ -25,11 +25,11 @@ from cloze.service.http.body import (
 from cloze.service.http.bytes_held import SMALL_BYTES
 from cloze.service.http.errors import ERROR_STATUSES, ErrorInfo
 from cloze.service.http.routes import GateModel, Handler, Route, RouteDoc
-from cloze.service.models.pipeline import Models, Pipeline, run_anywhere
+from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.observe.metrics import Metrics
 from cloze.service.tasks import Task
 from cloze.service.tasks.wire import WireModel
-from cloze.service.threads import check_awaited
+from cloze.service.threads import check_awaited, run_anywhere
 
 _PART_NUMBERS = 65_536
 """Most numbers of an array that are written in one call; a call takes about 2 ms."""

@@ -1,7 +1,7 @@
 """The vectors of labels, which the encoder of labels of a bi-encoder computes apart from texts.
 
-`LabelCache` keeps the vectors of recent labels. `cloze.service.models.label_reader` computes those
-that are missing before the texts of a request run.
+`LabelCache` keeps the vectors of recent labels. Those that are missing are computed before the
+texts of a request run.
 """
 
 from collections import OrderedDict
@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from cloze.model_store import Manifest
-from cloze.model_store.batch import Encoding
+from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import embedding
 from cloze.model_store.heads.embedding import EmbeddingRequest
 from cloze.service.core import Float32
@@ -39,9 +39,14 @@ class LabelVectors:
     missing: dict[str, tuple[int, Encoding]]
 
     @property
+    def missing_encodings(self) -> list[Encoding]:
+        """What the encoder of labels reads to compute the vectors that are missing."""
+        return [encoding for _, encoding in self.missing.values()]
+
+    @property
     def tokens(self) -> int:
         """Number of tokens of the missing labels."""
-        return sum(len(encoding) for _, encoding in self.missing.values())
+        return sum(len(encoding) for encoding in self.missing_encodings)
 
 
 class LabelCache:
@@ -80,9 +85,14 @@ class LabelCache:
             found.missing[label] = row, encoding
         return found
 
-    def keep(self, label: str, vector: Float32) -> None:
-        """Keep the vector of a label, and forget the labels that were not used for longest."""
-        with self._lock:
-            self._vectors[label] = vector
-            while len(self._vectors) > self._most:
-                self._vectors.popitem(last=False)
+    def fill(self, labels: LabelVectors, outputs: Sequence[HeadOutputs]) -> None:
+        """Fill the missing rows from what the encoder returned, and keep copies of the vectors.
+
+        The labels that were not used for longest make room.
+        """
+        for (label, (row, _)), output in zip(labels.missing.items(), outputs, strict=True):
+            labels.array[row] = output[embedding.HEAD.name].array
+            with self._lock:
+                self._vectors[label] = labels.array[row].copy()
+                while len(self._vectors) > self._most:
+                    self._vectors.popitem(last=False)

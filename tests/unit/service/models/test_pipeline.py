@@ -11,8 +11,8 @@ import pytest
 from cloze.service.batching.fair_queue import Submission, Terms
 from cloze.service.core import ServedRequest
 from cloze.service.errors import EngineFailed
-from cloze.service.models.pipeline import run_anywhere
 from cloze.service.tasks import embed
+from cloze.service.threads import run_anywhere
 from tests.support.route_service import Service
 
 pytestmark = pytest.mark.anyio

@@ -23,9 +23,10 @@ from tests.support.serving import Server, children, running_server
 from tests.support.waiting import wait_until
 
 FAMILIES = {
-    "counter": "requests rejected_requests batches request_classes tokens truncated_texts reloads",
+    "counter": "requests rejected_requests batches request_classes tokens truncated_texts reloads "
+    "shared_sequences cache_hits cache_misses cache_evictions",
     "gauge": "queue_backlog_seconds requests_in_flight model_info build_info queue_tokens ready "
-    "last_reload_successful",
+    "last_reload_successful cache_bytes",
     "histogram": "request_part_duration_seconds batch_sequences batch_tokens batch_duration_seconds",
 }
 """What is there before the first request, without ``cloze_``."""

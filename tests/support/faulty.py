@@ -1,5 +1,6 @@
 """Servers whose engine misbehaves on certain words, and requests to them."""
 
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ from tests.support.waiting import wait_until
 FAULTY = (sys.executable, "-m", "tests.support.faulty_server")
 
 WORDS = ["paris", "france", "door", "house", "time", "year", "water", "red", "green", "walk"]
+SLOW_TEXTS = [f"moon {a} {b}" for a, b in itertools.combinations(WORDS, 2)]
+"""Texts of 5 tokens each, with [CLS] and [SEP]. Equal ones would share a run."""
 
 QUEUED = r'cloze_queue_tokens\{model="bert",version="1"\}'
 BATCHES = r'cloze_batch_sequences_count\{model="bert",version="1"\}'

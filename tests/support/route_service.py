@@ -76,7 +76,11 @@ class HandEngine:
         self.runs += 1
         if any(ID["war"] in encoding.input_ids for encoding in batch):
             raise RuntimeError("a poisoned encoding")
-        return [_outputs(encoding) for encoding in batch]
+        outputs = [_outputs(encoding) for encoding in batch]
+        for result in (result for output in outputs for result in output.values()):
+            for name in result.__slots__:  # as equal texts share their results
+                getattr(result, name).flags.writeable = False
+        return outputs
 
     def probe(self) -> None:
         """Pass."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.support.faulty import FAULTY, at_once, embed, wait_for_run
+from tests.support.faulty import FAULTY, SLOW_TEXTS, at_once, embed, wait_for_run
 from tests.support.refusals import error_of
 from tests.support.serving import running_server
 
@@ -33,14 +33,14 @@ def test_nothing_is_silently_late_when_the_workers_become_slower(tiny_store: Pat
         for _ in range(5):
             assert embed(server, "walk").status_code == 200
 
-        def ask(_: int) -> tuple[int, float]:
+        def ask(text: str) -> tuple[int, float]:
             started = time.monotonic()
             stated = {"x-request-timeout-ms": "2000"}
-            body = {"inputs": "moon"}
+            body = {"inputs": text}
             answer = client.post(f"{server.url}/embed", json=body, headers=stated)
             return answer.status_code, time.monotonic() - started
 
-        answers = list(pool.map(ask, range(40)))
+        answers = list(pool.map(ask, SLOW_TEXTS[:40]))
     statuses = [status for status, _ in answers]
     assert set(statuses) <= {200, 429, 504}
     assert statuses.count(200) >= 4
@@ -53,6 +53,6 @@ def test_requests_at_once_are_counted_before_they_are_submitted(tiny_store: Path
     with running_server(tiny_store, "--model", "bert", command=FAULTY, **SLOW) as server:
         for length in range(1, 4):
             assert embed(server, "moon " * length).status_code == 200
-        statuses = [answer.status_code for answer in at_once(server, ["moon"] * 40)]
+        statuses = [answer.status_code for answer in at_once(server, SLOW_TEXTS[:40])]
         assert set(statuses) == {200, 429}
         assert statuses.count(200) <= 8

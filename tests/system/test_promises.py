@@ -1,7 +1,6 @@
 """The seven promises of the design, each broken on purpose, on real server processes."""
 
 import http.client
-import itertools
 import json
 import os
 import re
@@ -26,6 +25,7 @@ from tests.support.command import cloze
 from tests.support.faulty import (
     BATCHES,
     QUEUED,
+    SLOW_TEXTS,
     WORDS,
     Faulty,
     assert_close,
@@ -292,8 +292,7 @@ def test_4_a_front_end_that_dies_loses_only_its_own_requests(tiny_store: Path) -
     """And the engine drops what it still had queued for it."""
     # 6 s of work. Of one length, since each takes 0.15 s: the server predicts the wait from the
     # rate of tokens, and refuses what would not end in time.
-    texts = [f"moon {a} {b}" for a, b in itertools.islice(itertools.combinations(WORDS, 2), 40)]
-    tokens = 5  # of each, with [CLS] and [SEP]
+    texts, tokens = SLOW_TEXTS[:40], 5
     with (
         front_ends(
             tiny_store,

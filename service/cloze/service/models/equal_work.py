@@ -29,8 +29,7 @@ from cloze.service.core import BatchResult, ReuseCounts
 from cloze.service.errors import DeadlineExceeded, EngineFailed, Overloaded
 from cloze.service.threads import run_anywhere
 
-_INLINE_TOKENS = 1_024
-"""Encodings of more tokens are looked up, and kept, on a thread: each takes about 10 us."""
+_INLINE_TOKENS = 1_024  # encodings of more are looked up, and kept, on a thread: 10 us each
 
 _ENTRY_BYTES, _ARRAY_BYTES = 400, 200  # of kept results besides their numbers
 
@@ -65,11 +64,11 @@ class KeptResults:
     def keep(self, results: Mapping[bytes, HeadOutputs]) -> None:
         """Keep copies of results. Results that are larger than the memory are not kept."""
         for key, outputs in results.items():
+            if key in self._kept or (entry := _copies(outputs))[1] > self.max_bytes:
+                continue
             with self._lock:
-                if key in self._kept:
-                    continue
-                self._kept[key] = entry = _copies(outputs)
-                self.bytes += entry[1]
+                self.bytes += entry[1] - self._kept.get(key, ({}, 0))[1]
+                self._kept[key] = entry
                 while self.bytes > self.max_bytes:
                     _, (_, size) = self._kept.popitem(last=False)
                     self.bytes -= size
@@ -128,9 +127,7 @@ class Run:
 
 
 class EqualWork:
-    """Runs encodings, equal ones once. All models of a process share one instance.
-
-    Use `run` on one event loop.
+    """Runs encodings on one event loop, equal ones once. All models of a process share it.
 
     Args:
         max_bytes: most memory of kept results; their keys are hashes, so no text stays in memory.
@@ -141,7 +138,9 @@ class EqualWork:
         self._clock = clock
         self._secret = os.urandom(blake2b.MAX_KEY_SIZE)
         self._in_flight: dict[bytes, Run] = {}
-        self._ended: deque[Run] = deque()
+        # In a callback, a run and its submission would refer to each other, and stay in memory.
+        self._run_of: dict[Future[BatchResult], Run] = {}
+        self._ended: deque[Future[BatchResult]] = deque()
         self._is_awake = False
         self._hits = self._misses = self._shared = 0
 
@@ -160,7 +159,6 @@ class EqualWork:
 
         Args:
             model: names the weights and the precision that the queue runs.
-            encodings: at least one.
 
         Raises:
             ServiceError: the request gets no result.
@@ -214,16 +212,16 @@ class EqualWork:
         if not work:
             return None, joined
         submission = Submission(terms, [missing[key] for key in work])
-        places = {key: place for place, key in enumerate(work)}
-        own = Run(submission, (submission.key, terms.later_round), places)
+        own = Run(submission, (submission.key, line[1]), {k: i for i, k in enumerate(work)})
         queue.submit(submission)
-        submission.add_done_callback(partial(self._end, asyncio.get_running_loop(), own))
+        self._run_of[submission] = own
+        submission.add_done_callback(partial(self._end, asyncio.get_running_loop()))
         self._in_flight.update(dict.fromkeys(work, own))
         return own, joined | dict.fromkeys(work, own)
 
-    def _end(self, loop: asyncio.AbstractEventLoop, run: Run, _: Future[BatchResult]) -> None:
+    def _end(self, loop: asyncio.AbstractEventLoop, submission: Future[BatchResult]) -> None:
         """Wake the event loop, which then finds all runs that have ended. Called on any thread."""
-        self._ended.append(run)
+        self._ended.append(submission)
         if not self._is_awake:
             self._is_awake = True
             try:
@@ -235,7 +233,7 @@ class EqualWork:
         """Forget the runs that have ended, and wake the requests that wait for them."""
         self._is_awake = False  # before the loop: a worker may append meanwhile
         while self._ended:
-            run = self._ended.popleft()
+            run = self._run_of.pop(self._ended.popleft())
             for key in run.places:
                 if self._in_flight.get(key) is run:
                     del self._in_flight[key]

@@ -176,7 +176,7 @@ TIMING_HEADERS: Final[Mapping[str, tuple[str, str]]] = {
     "x-tokenization-time": ("integer", "milliseconds of tokenization"),
     "x-queue-time": ("integer", "milliseconds in the queue"),
     "x-inference-time": ("integer", "milliseconds in the engine"),
-    "x-compute-tokens": ("integer", "tokens that the engine ran"),
+    "x-compute-tokens": ("integer", "tokens of its sequences, equal ones included"),
     "x-truncated": ("integer", "texts that were cut to the model's limit"),
     "x-score-kind": (
         "string",

@@ -1,49 +1,34 @@
-"""Equal work runs once, and each request is answered as if it had run its own.
-
-One thread makes all steps of the workers (`tests/support/stepped.py`), so each order is the same
-each time.
-"""
+"""Equal work runs once, and each request is answered as if it had run its own."""
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 
-from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import ArrayResult
+from cloze.service import errors
 from cloze.service.batching.admission import SchedulerLimits
 from cloze.service.batching.fair_queue import Submission, Terms
 from cloze.service.batching.scheduler import Scheduler
-from cloze.service.core import BatchResult, ReuseCounts, ServedRequest
-from cloze.service.errors import (
-    DeadlineExceeded,
-    EngineDead,
-    EngineFailed,
-    Overloaded,
-    ServiceError,
-    ShuttingDown,
-)
+from cloze.service.core import BatchResult, ReuseCounts
 from cloze.service.models.adapters import AdapterBundle
 from cloze.service.models.equal_work import EqualWork, KeptResults
 from cloze.service.models.pipeline import Pipeline
 from cloze.service.models.served_models import ServedModel
-from cloze.service.tasks import TASKS, embed
-from tests.support import route_service
 from tests.support.encodings import encoding
 from tests.support.fake_engine import FakeEngine
 from tests.support.stepped import SteppedScheduler
-from tests.support.task_model import bundle
+from tests.support.task_model import LIMITS, bundle
 from tests.support.virtual_time import VirtualClock
 
 pytestmark = pytest.mark.anyio
 
-A, B, C = [1, 2], [3, 4, 5], [7]
-LATER = 1000.0
+A, B, C, LATER = [1, 2], [3, 4, 5], [7], 1000.0
 
 
 def of(ids: Sequence[int], **asked: Any) -> Encoding:
@@ -58,18 +43,13 @@ class World:
         limits = SchedulerLimits(workers, 14, 100_000, stall_timeout_s=1000.0)
         self.scheduler = SteppedScheduler(self.engine, limits, self.clock)
         self.work = EqualWork(max_bytes, self.clock)
-        self.attempts = 0
 
     async def ask(
-        self,
-        *texts: Sequence[int] | Encoding,
-        model: str = "m",
-        deadline: float = LATER,
-        **terms: Any,
+        self, *texts: Sequence[int] | Encoding, model: str = "m", **terms: Any
     ) -> asyncio.Task[BatchResult]:
         """Return a request that has submitted its encodings."""
         batch = [text if isinstance(text, Encoding) else of(text) for text in texts]
-        on = Terms(deadline, **({"client": "a"} | terms))
+        on = Terms(**({"deadline": LATER, "client": "a"} | terms))
         task = asyncio.create_task(self.work.run(model, self.scheduler, on, batch))
         await self.settle()
         return task
@@ -102,10 +82,13 @@ class World:
     def check_nothing_is_left(self) -> None:
         queue = self.scheduler._queue
         assert (queue.tokens, queue.lines, queue._clients) == (0, {}, {})
-        assert not queue.demand._tokens
-        assert not self.scheduler._activity.requests
-        assert not self.work._in_flight
-        assert not self.work._ended
+        for left in (
+            queue.demand._tokens,
+            self.scheduler._activity.requests,
+            self.work._in_flight,
+            self.work._run_of,
+        ):
+            assert not left
 
 
 def values(task: asyncio.Task[BatchResult]) -> list[int]:
@@ -136,8 +119,6 @@ async def test_who_leaves_a_run_does_not_harm_the_others(
     for index in cancelled:
         asked[index].cancel()
     await world.settle()
-    if cancelled == (0, 1):
-        assert world.scheduler.state.tokens == 0
     await world.run()
     for index, expected in enumerate(([3, 12], [12, 7])):
         assert asked[index].cancelled() if index in cancelled else values(asked[index]) == expected
@@ -147,59 +128,36 @@ async def test_who_leaves_a_run_does_not_harm_the_others(
 
 async def test_each_request_has_its_own_deadline() -> None:
     world = World()
-    others = [await world.ask(C, client="b", deadline=LATER) for _ in range(2)]
-    early = await world.ask(A, deadline=1.0)
-    late = await world.ask(A, B, deadline=10.0)
-    world.clock.now = 2.0
-    await world.run()
-    assert isinstance(early.exception(), DeadlineExceeded)
-    assert values(late) == [3, 12]
-    assert [values(each) for each in others] == [[7], [7]]
-    first, second = await world.ask(A, deadline=100.0), await world.ask(A, deadline=3.0)
-    second.cancel()  # as `RequestLimits` does when its time is over
-    await world.run()
-    assert values(first) == [3]
-    world.check_nothing_is_left()
-
-
-async def test_what_a_deadline_drops_is_not_refused_to_those_who_wait() -> None:
-    world = World()
-    submitted: list[Submission] = []
-    submit = world.scheduler.submit
+    submitted, submit = list[Submission](), world.scheduler.submit
     world.scheduler.submit = lambda one: [submitted.append(one), submit(one)][1]  # type: ignore[method-assign]
     early = await world.ask(A, deadline=1.0)
-    waiting = [await world.ask(A) for _ in range(3)]
+    late = [await world.ask(A, deadline=10.0) for _ in range(3)]
     world.clock.now = 2.0
     await world.run()
-    assert isinstance(early.exception(), DeadlineExceeded)
-    assert [values(each) for each in waiting] == [[3]] * 3
+    assert isinstance(early.exception(), errors.DeadlineExceeded)
+    assert [values(each) for each in late] == [[3]] * 3
     assert [one.terms.later_round for one in submitted] == [False, True]
     world.check_nothing_is_left()
 
 
 async def test_a_failing_run_fails_all_who_wait_for_it() -> None:
-    world = World()
-
-    def poison(one: Encoding) -> bool:
-        world.attempts += 1
-        return int(one.input_ids.sum()) == 3
-
-    world.engine.poison = poison
+    world, attempts = World(), list[int]()
+    world.engine.poison = lambda one: attempts.append(int(one.input_ids.sum())) or attempts[-1] == 3
     asked = [await world.ask(A) for _ in range(3)]
     await world.run()
-    errors = [each.exception() for each in asked]
-    assert [type(error) for error in errors] == [EngineFailed] * 3
-    assert len({id(error) for error in errors}) == 3
-    assert world.attempts == 1
+    failed = [each.exception() for each in asked]
+    assert [type(error) for error in failed] == [errors.EngineFailed] * 3
+    assert len({id(error) for error in failed}) == 3
+    assert attempts == [3]
     bad, good = await world.ask(A, B), await world.ask(B)  # the error is of another text
     await world.run()
-    assert isinstance(bad.exception(), EngineFailed)
+    assert isinstance(bad.exception(), errors.EngineFailed)
     assert values(good) == [12]
     world.check_nothing_is_left()
 
 
-@pytest.mark.parametrize(("end", "error"), [("close", ShuttingDown), ("_die", EngineDead)])
-async def test_the_end_of_the_queue_ends_all(end: str, error: type[ServiceError]) -> None:
+@pytest.mark.parametrize(("end", "error"), [("close", errors.ShuttingDown), ("_die", errors.EngineDead)])  # fmt: skip
+async def test_the_end_of_the_queue_ends_all(end: str, error: type[errors.ServiceError]) -> None:
     world = World()
     asked = [await world.ask(A), await world.ask(A, B)]
     getattr(world.scheduler, end)(*(["it hangs"] if end == "_die" else []))
@@ -209,43 +167,24 @@ async def test_the_end_of_the_queue_ends_all(end: str, error: type[ServiceError]
 
 
 async def test_a_refusal_is_of_one_request() -> None:
-    class Refusing(SteppedScheduler):
-        """Refuses what comes first, a turn later, as the queues of adapters and front ends do."""
-
-        seen: ClassVar[list[Submission]] = []
-
-        def submit(self, submission: Submission) -> None:
-            self.seen.append(submission)
-            if len(self.seen) > 1:
-                super().submit(submission)
-
-    world = World()
-    limits = SchedulerLimits(1, 14, 1000, stall_timeout_s=1000.0)
-    world.scheduler = Refusing(world.engine, limits, world.clock)
+    """The queues of adapters and of front ends refuse by the submission."""
+    world, seen = World(), list[Submission]()
+    world.scheduler.submit = seen.append  # type: ignore[method-assign, assignment]
     first, second = await world.ask(A), await world.ask(A)
-    Refusing.seen[0].end(Overloaded("full", 1.5))
+    seen[0].end(errors.Overloaded("full", 1.5))
     await world.settle()
-    await world.run()
-    error = first.exception()
-    assert isinstance(error, Overloaded)
-    assert error.retry_after_s == 1.5
-    assert values(second) == [3]
-    assert not Refusing.seen[1].terms.later_round
+    seen[1].end(BatchResult([{"embedding": ArrayResult(np.ones(1, np.float32))}], 0.0, 0.0))
+    await world.settle()
+    assert first.exception() is seen[0].exception()
+    assert (values(second), seen[1].terms.later_round) == ([1], False)
 
 
-APART: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "keys": ({"client": "key:a"}, {"client": "key:b"}),
-    "models": ({"model": "m@1 x fp32"}, {"model": "m@1 x int8"}),
-    "a question and a bulk request": ({}, {"is_bulk": True}),
-    "patience": ({}, {"timeout_s": 2.0}),
-    "rounds": ({}, {"later_round": True}),
-}
-
-
-@pytest.mark.parametrize("apart", APART)
-async def test_unequal_requests_run_apart(apart: str) -> None:
+@pytest.mark.parametrize(
+    "apart", [{"client": "key:b"}, {"model": "other"}, {"is_bulk": True}, {"timeout_s": 2.0}, {"later_round": True}]
+)  # fmt: skip
+async def test_unequal_requests_run_apart(apart: dict[str, Any]) -> None:
     world = World()
-    asked = [await world.ask(A, **terms) for terms in APART[apart]]
+    asked = [await world.ask(A), await world.ask(A, **apart)]
     assert world.scheduler.state.tokens + world.scheduler._queue.bulk_tokens == 4
     await world.run()
     assert world.ran == [3, 3]
@@ -268,62 +207,41 @@ async def test_unequal_encodings_run_apart() -> None:
     assert world.work.counts()[:3] == (len(unequal), len(unequal), 0)
 
 
-async def test_results_are_kept_by_client_until_they_are_cleared() -> None:
+async def test_results_are_kept_by_client() -> None:
     world = World(max_bytes=100_000)
     for client, runs in (("a", 1), ("a", 1), ("b", 2), ("a", 2)):
         asked = await world.ask(A, client=client)
         await world.run()
         assert len(world.ran) == runs
-        result = asked.result().outputs[0]["embedding"].array
-        assert result == [3]
-        with suppress(ValueError):  # it is read-only
-            result[0] = 99
+        assert values(asked) == [3]
     assert world.work.counts()[:4] == (2, 2, 0, 0)
-    world.work.kept.clear()
-    assert world.work.counts().bytes == 0
-    await world.ask(A)
-    await world.run()
-    assert len(world.ran) == 3
 
 
 async def test_a_large_request_is_looked_up_on_a_thread() -> None:
     world = World(max_bytes=1_000_000)
-    texts = [[1, number] for number in range(700)] * 2
     for _ in range(2):
-        asked = await world.ask(*texts)
+        asked = await world.ask(*[[1, number % 700] for number in range(1400)])
         while not asked.done():
             await world.run()
             await asyncio.sleep(0.001)
-        assert values(asked) == [1 + number for number in range(700)] * 2
+        assert values(asked) == [1 + number % 700 for number in range(1400)]
         assert len(world.ran) == 700
-    world.check_nothing_is_left()
 
 
 def test_the_result_that_was_not_used_for_longest_makes_room() -> None:
-    def result(size: int) -> HeadOutputs:
-        batch = np.arange(10 * size, dtype=np.float32).reshape(10, size)
-        return {"embedding": ArrayResult(batch[4])}  # the other rows are not kept
-
-    kept = KeptResults(11_000)
-    keys = [bytes([number]) for number in range(9)]
+    batch = np.arange(5000, dtype=np.float32).reshape(10, 500)  # 2,600 bytes per row with the rest
+    result, kept = {"embedding": ArrayResult(batch[4])}, KeptResults(11_000)
+    a, b, c, d, e, f = keys = [bytes([number]) for number in range(6)]
     for key in keys[:4]:
-        kept.keep({key: result(500)})
-    assert [*kept.find(keys)] == keys[:4]
-    kept.find(keys[:1])
-    kept.keep({keys[4]: result(500)})
-    assert kept.find(keys).keys() == {keys[0], keys[2], keys[3], keys[4]}
-    assert kept.evictions == 1
-    kept.keep({keys[0]: result(500)})  # nothing new
-    assert kept.evictions == 1
-    np.testing.assert_array_equal(
-        kept.find(keys[:1])[keys[0]]["embedding"].array, np.arange(2000, 2500)
-    )
-    kept.keep({keys[5]: result(3000)})  # does not fit at all
-    assert kept.find(keys[5:]) == {}
-    assert 0 <= kept.bytes <= kept.max_bytes
-    nothing = KeptResults(0)
-    nothing.keep({keys[0]: result(1)})
-    assert nothing.bytes == 0
+        kept.keep({key: result})
+    assert [*kept.find([d, c, b, a])] == [d, c, b, a]
+    kept.keep({d: result, e: result})  # d is there
+    kept.keep({f: {"embedding": ArrayResult(batch)}})  # too large
+    assert kept.find(keys).keys() == {a, b, c, e}
+    assert (kept.evictions, kept.bytes) == (1, 4 * 2600)
+    found = kept.find([a])[a]["embedding"].array
+    np.testing.assert_array_equal(found, batch[4])
+    assert (found.base, found.flags.writeable) == (None, False)  # it does not hold its batch
 
 
 def test_adapters_and_their_base_run_apart(tmp_path: Path) -> None:
@@ -332,94 +250,50 @@ def test_adapters_and_their_base_run_apart(tmp_path: Path) -> None:
         AdapterBundle(base.manifest, tmp_path, base, tmp_path, key, 1, frozenset())
         for key in ("x@1", "x@2")
     ]
-    engine, work = route_service.HandEngine(), EqualWork(100_000)
-    scheduler = Scheduler(engine, SchedulerLimits(1, 512, 1000, 30.0))
-    scheduler.start()
-
-    async def play() -> None:
-        for _ in range(2):
-            for each in (base, *adapters):
-                model = ServedModel(each, scheduler, lambda: "fp32")
-                pipeline = Pipeline(model, route_service.LIMITS, equal_work=work)
-                await pipeline.run(embed.TASK, ["the"], embed.EmbedParameters(), ServedRequest())
-
-    asyncio.run(asyncio.wait_for(play(), 20))
-    scheduler.close()
-    assert engine.runs == 3
-
-
-def test_no_task_writes_into_results_that_others_share(tmp_path: Path) -> None:
-    class Frozen(route_service.HandEngine):
-        def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
-            outputs = super().run(batch)
-            for output in outputs:
-                for result in output.values():
-                    for name in result.__slots__:
-                        getattr(result, name).flags.writeable = False
-            return outputs
-
-    asked = 0
-    with route_service.Service(tmp_path) as service:
-        service.engine.run = Frozen().run  # type: ignore[method-assign]
-        for task in TASKS.values():
-            for body in task.examples.values():
-                answer = service.post(task.route, body)
-                assert answer.status_code < 500, (task.name, answer.text)
-                asked += answer.status_code == 200
-    assert asked >= 10
+    queue = Scheduler(FakeEngine(), SchedulerLimits(1, 512, 1000, 30.0))
+    models = [ServedModel(each, queue, lambda: "fp32") for each in (base, *adapters)]
+    assert len({Pipeline(model, LIMITS)._fingerprint for model in models}) == 3
 
 
 @pytest.mark.parametrize("max_bytes", [0, 2_000, 1_000_000])
 @pytest.mark.parametrize("seed", range(2))
 async def test_any_order_answers_as_if_nothing_was_shared(seed: int, max_bytes: int) -> None:
-    draw, world = random.Random(seed), World(max_bytes, workers=2)
-    poison = 13
+    draw, world, poison = random.Random(seed), World(max_bytes, workers=2), 13
     world.engine.poison = lambda one: int(one.input_ids[0]) == poison
     asked: list[tuple[asyncio.Task[BatchResult], list[list[int]], float]] = []
-    stray: set[int] = set()
-
-    async def ask() -> None:
-        first = [min(int(draw.paretovariate(0.6)), 40) for _ in range(draw.choice((1, 1, 2, 5)))]
-        texts = [[each] * (1 + each % 3) for each in first]
-        deadline = world.clock.now + draw.choice((1.0, 5.0, LATER))
-        terms = {"client": draw.choice("ab"), "is_bulk": draw.random() < 0.1}
-        asked.append((await world.ask(*texts, deadline=deadline, **terms), texts, deadline))
-
-    async def cancel() -> None:
-        stray.add(index := max(0, len(asked) - 1 - int(draw.expovariate(0.2))))
-        asked[index][0].cancel()
-        await world.settle()
-
-    async def step() -> None:
-        await world.take()
-        for worker in world.scheduler.workers:
-            if worker.batch and draw.random() < 0.6:
-                world.scheduler.run(worker)
-        await world.settle()
-
-    async def wait() -> None:
-        world.clock.now += draw.random() * 0.5
-
-    steps: dict[Callable[[], Coroutine[Any, Any, None]], int] = {
-        ask: 8,
-        cancel: 3,
-        step: 4,
-        wait: 1,
-    }
-    await ask()
+    cancelled: set[asyncio.Task[BatchResult]] = set()
     for _ in range(1500):
-        await draw.choices([*steps], [*steps.values()])[0]()
+        step = draw.choices(("ask", "cancel", "work", "wait"), (8, 3, 4, 1))[0]
+        if step == "ask" or not asked:
+            first = [min(int(draw.paretovariate(0.6)), 40) for _ in range(draw.choice((1, 2, 5)))]
+            texts = [[each] * (1 + each % 3) for each in first]
+            deadline = world.clock.now + draw.choice((1.0, 5.0, LATER))
+            client, is_bulk = draw.choice("ab"), draw.random() < 0.1
+            task = await world.ask(*texts, deadline=deadline, client=client, is_bulk=is_bulk)
+            asked.append((task, texts, deadline))
+        elif step == "cancel":
+            task = asked[max(0, len(asked) - 1 - int(draw.expovariate(0.2)))][0]
+            task.cancel()
+            cancelled.add(task)
+        elif step == "work":
+            await world.take()
+            for worker in world.scheduler.workers:
+                if worker.batch and draw.random() < 0.6:
+                    world.scheduler.run(worker)
+        else:
+            world.clock.now += draw.random() * 0.5
+        await world.settle()
     await world.run()
-    for index, (task, texts, deadline) in enumerate(asked):
+    for task, texts, deadline in asked:
         if task.cancelled():
-            assert index in stray
+            assert task in cancelled
         elif (error := task.exception()) is None:
             assert values(task) == [sum(text) for text in texts]
-        elif isinstance(error, DeadlineExceeded):
+        elif isinstance(error, errors.DeadlineExceeded):
             assert deadline <= world.clock.now
         else:
             is_poisoned = any(text[0] == poison for text in texts)
-            assert isinstance(error, EngineFailed if is_poisoned else Overloaded)
-    assert sum(task.done() and not task.cancelled() for task, *_ in asked) > 300
-    assert len(world.ran) < sum(len(texts) for _, texts, _ in asked) * 0.9
+            assert isinstance(error, errors.EngineFailed if is_poisoned else errors.Overloaded)
+    assert sum(not task.cancelled() and task.exception() is None for task, *_ in asked) > 200
+    assert len(world.ran) < 0.9 * sum(len(texts) for _, texts, _ in asked)
     world.check_nothing_is_left()

@@ -1,0 +1,376 @@
+"""Histories: the clients and the faults of one seed, how a world plays them, and the shortest one."""
+
+import hashlib
+import random
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tests.support.world import promises
+from tests.support.world.clients import KINDS, Asked, Client, probe
+from tests.support.world.kernel import Kernel, installed
+from tests.support.world.server import Costs, Server, publish
+
+
+@dataclass(frozen=True, order=True)
+class Event:
+    """A client that begins, or a fault.
+
+    Attributes:
+        at: seconds after the start.
+        kind: one of `clients.KINDS`, or the name of a method of `Faults`.
+        seconds: how long.
+        many: connections of a client.
+    """
+
+    at: float
+    kind: str
+    seconds: float = 0.0
+    many: int = 1
+
+    def __str__(self) -> str:
+        many = f" on {self.many} connections" if self.kind in KINDS else ""
+        return f"at {self.at:g} s: {self.kind}{many} for {self.seconds:g} s"
+
+
+@dataclass(frozen=True)
+class History:
+    """What happens in one world.
+
+    Attributes:
+        tokens_per_s: of one worker of the engine.
+        turn_s: processor time of the event loop per callback.
+        settings: of the server.
+    """
+
+    seed: int
+    events: tuple[Event, ...]
+    seconds: float
+    tokens_per_s: float
+    turn_s: float = 0.0
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        lines = "\n".join(f"  {event}" for event in self.events)
+        return (
+            f"seed {self.seed}: {self.seconds:g} s, {self.tokens_per_s:.0f} tokens per second, "
+            f"{self.turn_s * 1e6:.0f} us per callback, settings {dict(self.settings)}\n{lines}"
+        )
+
+
+FAULTS = (
+    "slow", "errors", "hang", "broken", "stop", "kill", "reload", "bad_reload", "full_disk",
+    "clock_jump", "drain",
+)  # fmt: skip
+
+
+def drawn(seed: int) -> History:
+    """Return the history of a seed."""
+    draw = random.Random(seed)
+    seconds = float(draw.randint(10, 60))
+    rate = 10 ** draw.uniform(1.9, 2.9)
+    events = []
+    for _ in range(draw.choice((1, 2, 2, 3, 4))):
+        kind = draw.choice([*KINDS])
+        many = {
+            "polite": 1, "loop": draw.choice((2, 16, 64)), "storm": draw.randint(10, 90),
+            "told": draw.randint(40, 120), "slow writer": draw.randint(1, 20),
+        }.get(kind, draw.randint(1, 8))  # fmt: skip
+        at = draw.uniform(0, seconds * 0.6)
+        events.append(Event(round(at, 1), kind, round(draw.uniform(2, seconds - at), 1), many))
+    if draw.random() < 0.7:
+        events.append(Event(0.0, "polite", seconds))
+    for _ in range(draw.choice((0, 0, 1, 1, 2, 3))):
+        kind, at = draw.choice(FAULTS), draw.uniform(0.5, seconds)
+        events.append(Event(round(at, 2), kind, round(draw.uniform(0.5, 12), 1)))
+    settings: dict[str, Any] = {}
+    if draw.random() < 0.2:
+        settings["max_queue_wait_ms"] = draw.choice((0, 300, 1500))
+    if draw.random() < 0.3:
+        settings["max_bodies_bytes"] = 2**20 * draw.choice((1, 2, 4))
+        settings["max_request_bytes"] = 2**20
+    if draw.random() < 0.2:
+        settings["drain_s"] = draw.choice((0.5, 3.0))
+    if draw.random() < 0.2:
+        settings["max_connections"] = draw.choice((20, 50))
+    if draw.random() < 0.3:
+        settings["request_timeout_ms"] = draw.choice((4000, 10_000))
+    turn_s = draw.choice((0.0, 0.0, 20e-6, 200e-6))
+    return History(seed, tuple(sorted(events)), seconds, rate, turn_s, tuple(settings.items()))
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A time in which a promise may not hold for a reason; without an end it goes on."""
+
+    kind: str
+    begin: float
+    end: float = float("inf")
+
+
+class World:
+    """One history while it is played.
+
+    Attributes:
+        failures: the promises that were broken.
+        requests: all requests that clients began.
+        faults: what was done to the server, and what its process did.
+        readiness: (time, status) of each probe of /readyz.
+    """
+
+    keys: dict[str, str] = {}
+
+    def __init__(self, history: History) -> None:
+        self.history = history
+        self.kernel = Kernel(history.seed)
+        self.failures: list[str] = []
+        self.requests: list[Asked] = []
+        self.faults: list[Fault] = []
+        self.readiness: list[tuple[float, int]] = []
+        self.has_ended = False
+        self._hash = hashlib.sha256()
+        self.trace: list[str] = []
+
+    # What parts of the world report.
+
+    def note(self, text: str) -> None:
+        """Add a line to the trace, whose hash is that of the history."""
+        line = f"{self.kernel.now - 1000:.6f} {text}"
+        self._hash.update(line.encode())
+        self.trace.append(line)
+
+    @property
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+    def fails(self, reason: str) -> None:
+        """Note a broken promise; the history ends."""
+        self.note(f"FAILS {reason}")
+        self.failures.append(f"{self.kernel.now - 1000:.3f} s: {reason}")
+
+    def asked(self, asked: Asked) -> int:
+        self.requests.append(asked)
+        return len(self.requests)
+
+    def answered(self, asked: Asked) -> None:
+        self.note(str(asked))
+        promises.check_answer(self, asked)
+
+    def key_of(self, address: str) -> str:
+        return self.keys[address]
+
+    def begin_fault(self, kind: str, seconds: float = float("inf")) -> None:
+        self.note(f"fault {kind}")
+        self.faults.append(Fault(kind, self.kernel.now, self.kernel.now + seconds))
+
+    def end_faults(self, *kinds: str) -> None:
+        now = self.kernel.now
+        self.faults = [
+            replace(f, end=now) if f.kind in kinds and f.end == float("inf") else f
+            for f in self.faults
+        ]
+
+    def overlaps(self, begin: float, end: float, *kinds: str) -> bool:
+        """Return whether one of some faults was there in a time."""
+        return any(f.kind in kinds and f.begin <= end and f.end >= begin for f in self.faults)
+
+    def _server_noted(self, what: str, value: Any) -> None:
+        self.note(f"server {what} {value}")
+        if what == "ready":
+            self.end_faults("down", "kill", "hang", "broken", "drain")
+        elif what == "ended":
+            self.begin_fault("down")
+        elif what == "exit":
+            promises.check_exit(self, value)
+
+    # The history.
+
+    def play(self) -> None:
+        """Let the history happen, and check the promises."""
+        history = self.history
+        with installed(self.kernel):
+            self.begin_fault("down")
+            self.server = Server(
+                self.kernel, Costs(history.tokens_per_s), history.turn_s, self._server_noted,
+                self.fails, settings=dict(history.settings),
+            )  # fmt: skip
+            try:
+                self.kernel.spawn(self._direct)
+                self.kernel.run(lambda: self.has_ended or bool(self.failures))
+                if not self.has_ended and not self.failures:
+                    self.fails("the history does not end")
+            finally:
+                self.server.remove()
+
+    def _direct(self) -> None:
+        """Start the clients and the faults in their time, and end the server."""
+        kernel, history = self.kernel, self.history
+        while self.server.service is None:
+            kernel.sleep(0.01)
+        start = kernel.now
+        watching = kernel.spawn(self._watch)
+        clients = []
+        for number, event in enumerate(history.events):
+            kernel.sleep(start + event.at - kernel.now)
+            if event.kind not in KINDS:
+                clients.append(kernel.spawn(getattr(self, f"_{event.kind}"), event.seconds))
+                continue
+            for index in range(event.many):
+                seed = f"{history.seed} {event} {index}"
+                client = Client(self, event.kind, f"10.1.0.{number}", seed)
+                clients.append(kernel.spawn(client.run, kernel.now + event.seconds))
+        for thread in clients:
+            thread.join()
+        kernel.sleep(start + history.seconds - kernel.now)
+        while self.server.service is None or self.server.http.should_exit or self.server.process.is_stopped:
+            kernel.sleep(0.1)
+        kernel.sleep(3.0)  # until what was lost is noticed
+        self.is_watching = False
+        watching.join()
+        kernel.sleep(0.5)
+        if self.server.service is not None:
+            promises.check_accounts(self)
+        self.server.is_ending = True
+        self._drain(0)
+        self.server.keeper.join()
+        promises.check_history(self)
+        self.has_ended = True
+
+    is_watching = True
+
+    def _watch(self) -> None:
+        """Ask for readiness, and count the snapshots."""
+        kernel = self.kernel
+        while self.is_watching:
+            began = kernel.now
+            status = probe(self, "/readyz", "10.2.0.1")
+            self.readiness.append((began, status))
+            promises.check_readiness(self, began, status)
+            promises.check_snapshots(self)
+            kernel.sleep(0.5)
+
+    # The faults.
+
+    def _slow(self, seconds: float) -> None:
+        self.begin_fault("slow", seconds)
+        self.server.costs.slowness *= 10
+        self.kernel.sleep(seconds)
+        self.server.costs.slowness /= 10
+
+    def _errors(self, seconds: float) -> None:
+        self.begin_fault("errors", seconds)
+        self.server.costs.error_share = 0.3
+        self.kernel.sleep(seconds)
+        self.server.costs.error_share = 0.0
+
+    def _hang(self, _: float) -> None:
+        self.begin_fault("hang")
+        self.server.costs.hangs = 1
+
+    def _broken(self, seconds: float) -> None:
+        """Let the golden outputs be wrong until a new process has come."""
+        self.begin_fault("broken")
+        self.server.costs.is_broken = True
+        process = self.server.process
+        while process is not None and process.is_alive and not process.is_stopped:
+            self.kernel.sleep(0.1)
+        self.server.costs.is_broken = False
+
+    def _stop(self, seconds: float) -> None:
+        process = self.server.process
+        if process is not None:
+            self.begin_fault("stop", seconds + 0.5)
+            self.kernel.stop(process)
+            self.kernel.sleep(seconds)
+            self.kernel.go_on(process)
+
+    def _kill(self, _: float) -> None:
+        if self.server.process is not None:
+            self.begin_fault("kill")
+            self.kernel.kill(self.server.process)
+
+    def _reload(self, _: float) -> None:
+        self.note("reload")
+        publish(self.server.store / "models")
+        self._hang_up()
+
+    def _bad_reload(self, _: float) -> None:
+        """Publish a version whose engine does not open, and ask to serve it; then a good one."""
+        self.begin_fault("bad version")
+        publish(self.server.store / "models", is_bad=True)
+        self._hang_up()
+        self.kernel.sleep(2.0)
+        publish(self.server.store / "models")
+        self.end_faults("bad version")
+
+    def _full_disk(self, _: float) -> None:
+        """Reload while the files of a new version are cut off."""
+        self.begin_fault("bad version")
+        reference = publish(self.server.store / "models")
+        name, _, version = reference.partition("@")
+        folder = self.server.store / "models" / name / version
+        (folder / "golden.json").write_text("")
+        self._hang_up()
+        self.kernel.sleep(2.0)
+        publish(self.server.store / "models")
+        self.end_faults("bad version")
+
+    def _hang_up(self) -> None:
+        process = self.server.process
+        if self.server.service is not None and process is not None and process.is_alive:
+            process.loop.signal(signal.SIGHUP)
+
+    def _clock_jump(self, seconds: float) -> None:
+        self.note("the wall clock jumps")
+        self.kernel.wall_s += 3600 * (seconds - 6)
+
+    def _drain(self, _: float) -> None:
+        process = self.server.process
+        if self.server.service is not None and process is not None and process.is_alive:
+            self.begin_fault("drain")
+            process.loop.call_soon_threadsafe(self.server.http.handle_exit, signal.SIGTERM, None)
+
+
+def play(history: History) -> World:
+    """Return the world after a history."""
+    world = World(history)
+    world.play()
+    return world
+
+
+def shortest(history: History, fails: Callable[[History], bool]) -> History:
+    """Return the shortest history that still fails: without events, then with smaller ones.
+
+    Delta debugging (Zeller and Hildebrandt 2002, algorithm ddmin) over the list of events.
+    """
+    parts = 2
+    while len(history.events) > 1:
+        size = -(-len(history.events) // parts)
+        for begin in range(0, len(history.events), size):
+            kept = history.events[:begin] + history.events[begin + size :]
+            if kept and fails(smaller := replace(history, events=kept)):
+                history, parts = smaller, max(parts - 1, 2)
+                break
+        else:
+            if size == 1:
+                break
+            parts = min(parts * 2, len(history.events))
+    for index in range(len(history.events)):
+        for smaller in _smaller(history, index):
+            while fails(smaller) and smaller != history:
+                history = smaller
+                smaller = next(iter(_smaller(history, index)), history)
+    return history
+
+
+def _smaller(history: History, index: int) -> Sequence[History]:
+    """Return a history with fewer connections of one event, and one with less time."""
+    event = history.events[index]
+    made = []
+    for change in ({"many": event.many // 2}, {"seconds": round(event.seconds / 2, 1)}):
+        small = replace(event, **change)  # type: ignore[arg-type]
+        if small.many and small.seconds >= 0.5 and small != event:
+            events = (*history.events[:index], small, *history.events[index + 1 :])
+            made.append(replace(history, events=events))
+    return made

@@ -70,7 +70,7 @@ class Kind:
         renews: share of the answers after which it opens a new connection.
     """
 
-    words: tuple[int, int] = (1, 10)
+    words: tuple[int, int] = (10, 90)
     texts: int = 1
     pause_s: float = 0.0
     waits: bool = True
@@ -91,9 +91,9 @@ KINDS = {
     "limited": Kind(pause_s=0.5, limit_s=(0.4, 4.0)),
     "leaving": Kind(pause_s=0.2, texts=3, leaves_s=1.5),
     "slow writer": Kind(writes_s=40.0, pause_s=1.0),
-    "bulk": Kind(words=(5, 40), texts=3, is_bulk=True),
-    "greedy": Kind(words=(20, 150), texts=4),
-    "long": Kind(words=(150, 600), pause_s=1.0),
+    "bulk": Kind(words=(30, 200), texts=3, is_bulk=True),
+    "greedy": Kind(words=(100, 500), texts=4),
+    "long": Kind(words=(500, 3000), pause_s=1.0),
     "poison": Kind(texts=3, poison=0.3, pause_s=1.0),
     "large": Kind(pause_s=0.5, padding=1_000_000),
     "new connections": Kind(pause_s=0.2, renews=1.0),

@@ -69,7 +69,7 @@ def drawn(seed: int) -> History:
     """Return the history of a seed."""
     draw = random.Random(seed)
     seconds = float(draw.randint(10, 60))
-    rate = 10 ** draw.uniform(1.9, 2.9)
+    rate = 10 ** draw.uniform(2.5, 3.3)
     events = []
     for _ in range(draw.choice((1, 2, 2, 3, 4))):
         kind = draw.choice([*KINDS])
@@ -178,7 +178,7 @@ class World:
     def _server_noted(self, what: str, value: Any) -> None:
         self.note(f"server {what} {value}")
         if what == "ready":
-            self.end_faults("down", "kill", "hang", "broken", "drain")
+            self.end_faults("down", "kill", "drain")
         elif what == "ended":
             self.begin_fault("down")
         elif what == "exit":
@@ -265,17 +265,33 @@ class World:
         self.server.costs.error_share = 0.0
 
     def _hang(self, _: float) -> None:
+        """Let the next run hang."""
         self.begin_fault("hang")
-        self.server.costs.hangs = 1
+        self.server.costs.hangs += 1
+        self._wait_for_end()
+        self.server.costs.hangs = 0
+        self.end_faults("hang")
 
-    def _broken(self, seconds: float) -> None:
-        """Let the golden outputs be wrong until a new process has come."""
+    def _broken(self, _: float) -> None:
+        """Let all runs fail, the golden outputs too."""
         self.begin_fault("broken")
         self.server.costs.is_broken = True
-        process = self.server.process
-        while process is not None and process.is_alive and not process.is_stopped:
-            self.kernel.sleep(0.1)
+        self._wait_for_end()
         self.server.costs.is_broken = False
+        self.end_faults("broken")
+
+    def _wait_for_end(self) -> None:
+        """Wait until a process that has been ready ends."""
+        while self.server.service is None:
+            self.kernel.sleep(0.05)
+        process = self.server.process
+        assert process is not None
+        began = self.kernel.now
+        while process.is_alive:
+            self.kernel.sleep(0.05)
+            if self.kernel.now > began + promises.DEAD_S and not self.overlaps(began, began + 99, "stop", "slow"):
+                self.fails("an engine that is dead was not noticed")
+                return
 
     def _stop(self, seconds: float) -> None:
         process = self.server.process

@@ -110,10 +110,7 @@ class Engine:
         """Return the vectors of the encodings after the time of the run."""
         kernel, costs, random = self._kernel, self._costs, self._kernel.random
         tokens = sum(len(encoding) for encoding in batch)
-        if costs.hangs:
-            costs.hangs -= 1
-            self._server.noted("hang", None)
-            kernel.park()
+        self._hang()
         seconds = costs.overhead_s + tokens / costs.tokens_per_s
         kernel.sleep(seconds * costs.slowness * random.choice(NOISE))
         poison = task_model.ID[POISON]
@@ -125,8 +122,16 @@ class Engine:
         self._server.ran(self, tokens, bulk)
         return [{"embedding": ArrayResult(_vector(e.input_ids, self.version))} for e in batch]
 
+    def _hang(self) -> None:
+        """Never return, if this run is to hang."""
+        if self._costs.hangs:
+            self._costs.hangs -= 1
+            self._server.noted("hang", None)
+            self._kernel.park()
+
     def probe(self) -> None:
         """Run the golden outputs."""
+        self._hang()
         self._kernel.sleep(self._costs.overhead_s + 8 / self._costs.tokens_per_s)
         if self._costs.is_broken:
             raise RuntimeError("other golden outputs")

@@ -228,7 +228,8 @@ class Client:
             if orjson.loads(body) != expected:
                 self.world.fails(f"{asked} has another answer than its own: {body[:80]!r}")
         if asked.status != 200:
-            asked.error = orjson.loads(body)["error"]
+            is_json = headers["content-type"] == "application/json"
+            asked.error = orjson.loads(body)["error"] if is_json else body[:80].decode()
         if asked.status == 429:
             asked.told_s = int(headers["retry-after-ms"]) / 1000
         if headers.get("connection") == "close":

@@ -124,6 +124,7 @@ class World:
     def __init__(self, history: History) -> None:
         self.history = history
         self.kernel = Kernel(history.seed)
+        self.kernel.on_error = self.fails
         self.failures: list[str] = []
         self.requests: list[Asked] = []
         self.faults: list[Fault] = []
@@ -287,11 +288,8 @@ class World:
         process = self.server.process
         assert process is not None
         began = self.kernel.now
-        while process.is_alive:
-            self.kernel.sleep(0.05)
-            if self.kernel.now > began + promises.DEAD_S and not self.overlaps(began, began + 99, "stop", "slow"):
-                self.fails("an engine that is dead was not noticed")
-                return
+        if not process.ended.wait(promises.DEAD_S) and not self.overlaps(began, self.kernel.now, "stop", "slow"):
+            self.fails("a dead engine was not noticed")
 
     def _stop(self, seconds: float) -> None:
         process = self.server.process

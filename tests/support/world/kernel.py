@@ -10,6 +10,7 @@ runs. The engine of the worker sleeps for 0.2 s, so the clock leaps there if not
 """
 
 import asyncio
+import gc
 import heapq
 import itertools
 import random
@@ -18,12 +19,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 from greenlet import GreenletExit, greenlet
 
-from cloze.service import clock, threads
+from cloze.service import clock, service, threads
 from cloze.service.batching import scheduler
+from cloze.service.server import process as server_process
 
 _PREEMPTED = 0.2
 """Share of the locks at which a worker lets other threads go first."""
@@ -35,6 +38,7 @@ class Process:
     def __init__(self, name: str) -> None:
         self.name = name
         self.is_alive, self.is_stopped = True, False
+        self.ended = Event()
         self.held: list[Thread] = []  # threads that would run, but the process is stopped
         self.threads: dict[Thread, None] = {}
         self.loop: Any = None
@@ -68,6 +72,8 @@ class Thread:
     def _run(self) -> None:
         try:
             self._target(*self._args)
+        except Exception as error:
+            self.kernel.on_error(f"a thread of {self.process.name} ended with {error!r}")
         finally:
             self.has_ended = True
             self.process.threads.pop(self, None)
@@ -96,6 +102,7 @@ class Kernel:
         self.hub = greenlet.getcurrent()
         self.ready: list[Thread] = []
         self.switches = 0
+        self.on_error: Callable[[str], None] = print
         self.is_reaping = False
         self.processes: list[Process] = []
         self._timers: list[tuple[float, int, Thread | None, Any]] = []
@@ -185,6 +192,7 @@ class Kernel:
     def kill(self, process: Process) -> None:
         """End a process: nothing of it runs again."""
         process.is_alive = False
+        process.ended.set()
 
     def close(self) -> None:
         """Unwind the threads that are left; nothing that they do has an effect."""
@@ -386,6 +394,11 @@ def installed(kernel: Kernel) -> Iterator[None]:
     replace(threads, "to_thread", loop_threads)
     replace(threads, "from_thread", loop_threads)
     replace(scheduler, "lower_thread_priority", lambda _: None)
+    # Collections take 0.1 s, and have no effect that the world could see.
+    replace(service, "_return_memory", lambda: None)
+    replace(server_process, "gc", SimpleNamespace(collect=lambda: None))
+    was_collecting = gc.isenabled()
+    gc.disable()
     state = random.getstate()
     random.seed(kernel.random.random())  # the service draws the ids of requests
     try:
@@ -393,6 +406,8 @@ def installed(kernel: Kernel) -> Iterator[None]:
     finally:
         kernel.close()
         random.setstate(state)
+        if was_collecting:
+            gc.enable()
         for owner, name, value in reversed(replaced):
             if value is None:
                 delattr(owner, name)

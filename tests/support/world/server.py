@@ -62,7 +62,8 @@ def vector(text: str, version: int) -> list[float]:
 
 
 def _vector(ids: Any, version: int) -> Any:
-    return np.array([ids.sum(), ids @ np.arange(len(ids)), len(ids), version], np.float32)
+    order = ids @ np.arange(len(ids)) % 65_521  # exact as float32
+    return np.array([ids.sum(), order, len(ids), version], np.float32)
 
 
 @dataclass
@@ -191,8 +192,7 @@ class Server:
             self.process = self.kernel.process("server")
             self.listener = Listener(self.kernel)
             self.kernel.spawn(self._serve, self.process, process=self.process)
-            while self.process.is_alive:
-                self.kernel.sleep(0.01)
+            self.process.ended.wait()
             self.service = None
             self.noted("ended", None)
             self.listener.abort()

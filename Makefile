@@ -61,6 +61,10 @@ test: lint  ## Run the linters and all tests except the slow ones.
 	$(PYTEST) $(FORKING)
 	$(PYTEST) --ignore=$(FORKING)
 
+# For example: make simulate SEEDS=1-2000
+simulate: install  ## Play the histories of SEEDS in simulated time; print the shortest that fails.
+	$(BIN)/python -m tests.support.world --seeds $(or $(SEEDS),1-200)
+
 test-slow: install  ## Run the tests that take minutes.
 	$(PYTEST) -m slow --no-loadscope-reorder
 

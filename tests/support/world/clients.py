@@ -110,13 +110,13 @@ class Client:
 
     def run(self, until: float) -> None:
         """Ask again and again; the last request is waited for."""
-        kernel, told = self.world.kernel, 0.0
+        kernel = self.world.kernel
+        asked: Asked | None = None
         while kernel.now < until:
-            asked = self.ask(returns=told > 0)
-            told = 0.0
+            refused = asked is not None and asked.status == 429
+            asked = self.ask(asked if refused else None)
             if asked.status == 429 and self.kind.waits:
-                told = asked.told_s
-                kernel.sleep(told)
+                kernel.sleep(asked.told_s)
             elif asked.status in (0, 503):
                 kernel.sleep(0.2 + 0.3 * self.random.random())
             elif self.kind.pause_s:
@@ -142,10 +142,12 @@ class Client:
             texts.append(" ".join(words))
         return texts
 
-    def ask(self, *, returns: bool = False) -> Asked:
-        """Send a request and take its answer; record and check both."""
+    def ask(self, refused: Asked | None) -> Asked:
+        """Send a request, that which was refused again, and take its answer; check both."""
         world, draw, kernel = self.world, self.random, self.world.kernel
-        asked = Asked(self.name, self.address, self._texts(), kernel.now, returns=returns)
+        texts = self._texts() if refused is None else refused.texts
+        returns = refused is not None and self.kind.waits
+        asked = Asked(self.name, self.address, texts, kernel.now, returns=returns)
         if self.kind.limit_s:
             asked.limit_s = round(draw.uniform(*self.kind.limit_s), 2)
         number = world.asked(asked)
@@ -219,7 +221,7 @@ class Client:
         """Note the answer; a result must be that of the texts."""
         asked.status = int(headers["status"])
         if headers["status"] != "431" and headers.get("x-request-id") != str(number):
-            refused = asked.status == 503 and "x-request-id" not in headers  # no place for it
+            refused = asked.status in (500, 503) and "x-request-id" not in headers  # by the server
             if not refused:
                 self.world.fails(f"{asked} has the id {headers.get('x-request-id')}, not {number}")
         if asked.status == 200:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.support.world import promises
 from tests.support.world.clients import KINDS, Asked, Client, probe
-from tests.support.world.kernel import Kernel, installed
+from tests.support.world.kernel import START_S, Kernel, installed
 from tests.support.world.server import Costs, Server, publish
 
 
@@ -133,11 +133,16 @@ class World:
         self._hash = hashlib.sha256()
         self.trace: list[str] = []
 
+    @property
+    def lasted_s(self) -> float:
+        """The simulated seconds so far."""
+        return self.kernel.now - START_S
+
     # What parts of the world report.
 
     def note(self, text: str) -> None:
         """Add a line to the trace, whose hash is that of the history."""
-        line = f"{self.kernel.now - 1000:.6f} {text}"
+        line = f"{self.lasted_s:.6f} {text}"
         self._hash.update(line.encode())
         self.trace.append(line)
 
@@ -148,7 +153,7 @@ class World:
     def fails(self, reason: str) -> None:
         """Note a broken promise; the history ends."""
         self.note(f"FAILS {reason}")
-        self.failures.append(f"{self.kernel.now - 1000:.3f} s: {reason}")
+        self.failures.append(f"{self.lasted_s:.3f} s: {reason}")
 
     def asked(self, asked: Asked) -> int:
         self.requests.append(asked)
@@ -288,7 +293,11 @@ class World:
         process = self.server.process
         assert process is not None
         began = self.kernel.now
-        if not process.ended.wait(promises.DEAD_S) and not self.overlaps(began, self.kernel.now, "stop", "slow"):
+        while process.is_alive and self.kernel.now < began + promises.DEAD_S:
+            process.ended.wait(1.0)
+            if self.server.hung is not None and not self.server.serves(self.server.hung):
+                return  # a reload has replaced it
+        if process.is_alive and not self.overlaps(began, self.kernel.now, "stop", "slow"):
             self.fails("a dead engine was not noticed")
 
     def _stop(self, seconds: float) -> None:

@@ -28,6 +28,9 @@ from cloze.service import clock, service, threads
 from cloze.service.batching import scheduler
 from cloze.service.server import process as server_process
 
+START_S = 1000.0
+"""The monotonic clock at the start of a history."""
+
 _PREEMPTED = 0.2
 """Share of the locks at which a worker lets other threads go first."""
 
@@ -98,7 +101,7 @@ class Kernel:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.now, self.wall_s = 1000.0, 1.7e9
+        self.now, self.wall_s = START_S, 1.7e9
         self.hub = greenlet.getcurrent()
         self.ready: list[Thread] = []
         self.switches = 0

@@ -383,10 +383,8 @@ class ClientConnection:
         self._waiting = None
 
     def send(self, data: bytes, until: float) -> None:
-        """Send bytes as far as the server reads them."""
-        while data:
-            if self.is_ended:
-                raise Gone
+        """Send bytes as far as the server reads them; send no more when it has closed."""
+        while data and not self._end.peer.is_closed:
             room = WINDOW - self._end.peer.unread
             if room <= 0:
                 self._wait(until)

@@ -32,7 +32,7 @@ POISON, BULK = "war", "moon"
 
 WORDS = [word for word in task_model.VOCABULARY if word.isalpha() and word not in (POISON, BULK)]
 
-_MOST_TOKENS = 4096
+_MOST_TOKENS, _GOLDEN_TOKENS = 4096, 8
 
 
 def publish(root: Path, *, is_bad: bool = False) -> str:
@@ -111,7 +111,7 @@ class Engine:
         """Return the vectors of the encodings after the time of the run."""
         kernel, costs, random = self._kernel, self._costs, self._kernel.random
         tokens = sum(len(encoding) for encoding in batch)
-        self._hang()
+        self._hang(tokens)
         seconds = costs.overhead_s + tokens / costs.tokens_per_s
         kernel.sleep(seconds * costs.slowness * random.choice(NOISE))
         poison = task_model.ID[POISON]
@@ -123,17 +123,18 @@ class Engine:
         self._server.ran(self, tokens, bulk)
         return [{"embedding": ArrayResult(_vector(e.input_ids, self.version))} for e in batch]
 
-    def _hang(self) -> None:
+    def _hang(self, tokens: int) -> None:
         """Never return, if this run is to hang."""
         if self._costs.hangs:
             self._costs.hangs -= 1
-            self._server.noted("hang", None)
+            self._server.hung = self
+            self._server.noted("hangs in a run of tokens", tokens)
             self._kernel.park()
 
     def probe(self) -> None:
         """Run the golden outputs."""
-        self._hang()
-        self._kernel.sleep(self._costs.overhead_s + 8 / self._costs.tokens_per_s)
+        self._hang(_GOLDEN_TOKENS)
+        self._kernel.sleep(self._costs.overhead_s + _GOLDEN_TOKENS / self._costs.tokens_per_s)
         if self._costs.is_broken:
             raise RuntimeError("other golden outputs")
 
@@ -159,7 +160,8 @@ class Server:
         downtime_s: seconds until the process starts again.
         listener: the socket to which clients connect.
         service: of the running process; None while it starts.
-        runs: what the engines have run.
+            runs: what the engines have run.
+        hung: the engine of the last run that hangs.
     """
 
     kernel: Kernel
@@ -174,7 +176,7 @@ class Server:
     process: Process | None = None
     is_ending: bool = False
     runs: list[Run] = field(default_factory=list)
-    engines: dict[Engine, Any] = field(default_factory=dict)
+    hung: Engine | None = None
 
     def __post_init__(self) -> None:
         shared = Path("/dev/shm")
@@ -206,8 +208,12 @@ class Server:
             model_store=self.store / "models", host="10.0.0.1", allow_anonymous=True, workers=2,
             **self.settings,
         )  # fmt: skip
-        self.engines.clear()
-        service = single_process(settings, self._make_engine, {"embed": TASKS["embed"]})
+        try:
+            service = single_process(settings, self._make_engine, {"embed": TASKS["embed"]})
+        except StartupError:
+            self.noted("exit", 2)
+            self.kernel.kill(process)
+            return
         self.http = http = _Server(service, settings, lambda: self._started(service))
         http.server_state = ServerState()
         http.server_state.connections = Ordered()  # type: ignore[assignment]
@@ -225,6 +231,13 @@ class Server:
         if bundle.manifest.license == "bad":
             raise StartupError("the golden outputs differ")
         return Engine(self, bundle)
+
+    def serves(self, engine: Engine) -> bool:
+        """Return whether the snapshot of now has an engine, or a process starts."""
+        if self.service is None:
+            return True
+        models = self.service.snapshot.by_name.values()
+        return any(model.queue._engine is engine for model in models)  # type: ignore[attr-defined]
 
     def ran(self, engine: Engine, tokens: int, bulk: int) -> None:
         """Record a run."""

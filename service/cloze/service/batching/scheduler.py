@@ -80,6 +80,7 @@ class Scheduler:
         self._on_bulk: set[int] = set()  # numbers of workers
         self._idle_workers = 0
         self._last_run = clock.monotonic()  # end of the last batch
+        self._canary_s: float | None = None  # duration of the last canary
         self._admission = Admission(self._queue, self._activity, limits)
         self._batch_tokens = limits.max_batch_tokens  # now; a longer single encoding runs alone
         self.dead_reason: str | None = None
@@ -253,7 +254,7 @@ class Scheduler:
     def _run_canary(self, number: int) -> None:
         """Run a golden batch, so that a lost device is noticed although nobody asks."""
         started = self._clock.monotonic()
-        with self._watchdog.run(number, None):
+        with self._watchdog.run(number, self._canary_s):
             try:
                 self._engine.probe()
             except Exception as error:  # the runtime's errors have no common type
@@ -261,7 +262,8 @@ class Scheduler:
                 self._die(f"it could not repeat its golden outputs while idle ({name})")
                 return
         self._last_run = self._clock.monotonic()
-        self._on_batch(BatchReport(0, 0, self._last_run - started, BatchFill.CANARY))
+        self._canary_s = self._last_run - started
+        self._on_batch(BatchReport(0, 0, self._canary_s, BatchFill.CANARY))
 
     def _may_run_bulk(self, now: float) -> bool:
         """Return whether one more worker may run a bulk batch.

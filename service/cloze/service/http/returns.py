@@ -21,6 +21,10 @@ quarters, 84 % of 1,000 connections that wait are admitted when they come back, 
 _EARLY_S = 0.005
 """How much earlier than told a client may come; timers and clocks are not exact."""
 
+_LONGEST_S = 59.99
+"""Longest time that a refused request is told. The openai client does not wait for above 60 s, and
+the difference of two times may be a little more than what was added."""
+
 _MOST_LINES = 4096
 """Most lines whose next time is kept."""
 
@@ -120,7 +124,7 @@ class Returns:
         if line.reason is not Rejection.KEY_LIMIT:  # whose time is exact, and may be long
             if last > now:
                 at = max(at, last + each_s * self._processes)
-            at = min(at, now + 60.0)  # the openai client waits for no longer
+            at = min(at, now + _LONGEST_S)
         moved_s = max(0.0, at - max(last, now))
         self._last[line] = max(last, at)
         if connection is not None:

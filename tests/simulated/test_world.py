@@ -1,0 +1,97 @@
+"""The whole service in simulated time: histories keep the promises, and a seed is one history."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from tests.support.world.__main__ import describe
+from tests.support.world.history import Event, History, drawn, play, shortest
+
+BUDGET_S = 45.0
+"""Processor time for the histories of `make test`, about 200 of them."""
+
+FAILED = {
+    11: "bulk requests got a fiftieth of the tokens instead of a tenth",
+    192: "a canary that hung was noticed after 62 s",
+    260: "a request was told to wait for 60.001 s",
+    282: "two workers seemed twice as fast as they were, and accepted requests ended late",
+}
+"""Seeds whose histories broke a promise, with what was wrong."""
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("seed", FAILED)
+def test_a_history_that_failed_once_keeps_the_promises(seed: int) -> None:
+    assert play(drawn(seed)).failures == [], drawn(seed)
+
+
+def test_histories_keep_the_promises() -> None:
+    until, seed = time.process_time() + BUDGET_S, 1000
+    while time.process_time() < until:
+        seed += 1
+        if play(drawn(seed)).failures:
+            pytest.fail(describe(drawn(seed)))
+    print(f"{seed - 1000} histories")
+
+
+DIGESTS = """
+import json, logging, sys
+from tests.support.world.history import drawn, play
+logging.disable(logging.CRITICAL)
+print(json.dumps([play(drawn(seed)).digest for seed in json.loads(sys.argv[1])]))
+"""
+
+
+def test_a_seed_is_one_history() -> None:
+    """The order of sets differs between processes, and between two runs in one process."""
+    seeds = [3, 7, 43, 131, 222]
+    told = [play(drawn(seed)).digest for seed in (*seeds, *seeds)]
+    environment = os.environ | {"PYTHONHASHSEED": "7"}
+    command = [sys.executable, "-c", DIGESTS, json.dumps(seeds)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert told[:5] == told[5:] == json.loads(done.stdout)
+    assert len(set(told)) == 5
+
+
+def test_the_shortest_history_has_only_what_fails() -> None:
+    clients = [Event(float(at), "polite", 4.0) for at in range(6)]
+    history = History(1, (*clients, Event(3.0, "kill"), Event(6.0, "drain")), 10.0, 100.0)
+
+    def fails(smaller: History) -> bool:
+        kinds = [event.kind for event in smaller.events]
+        return "kill" in kinds and kinds.count("polite") >= 2
+
+    least = shortest(history, fails)
+    assert sorted(event.kind for event in least.events) == ["kill", "polite", "polite"]
+    assert max(event.seconds for event in least.events if event.kind == "polite") == 0.5
+
+
+def test_a_fault_of_the_server_is_found_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that are cancelled stay in the account of their client."""
+    from cloze.service.batching.scheduler import Scheduler
+
+    forget = Scheduler._forget
+
+    def forgets_some(self: Scheduler, request: object) -> None:
+        if not request.cancelled():  # type: ignore[attr-defined]
+            forget(self, request)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Scheduler, "_forget", forgets_some)
+    history = replace(drawn(8), events=(Event(0.0, "leaving", 5.0, 3), Event(1.0, "polite", 5.0)))
+    told = describe(history)
+    assert "something is held at the end" in told
+    assert "leaving" in told
+    assert "polite" not in told

@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help docs site install serve test-unit test test-slow test-gpu mutants coverage audit-dependencies locks wheel chart bench lint format clean
+.PHONY: help docs site install serve test-unit test simulate test-slow test-gpu mutants coverage audit-dependencies locks wheel chart bench lint format clean
 
 # With an older Python, pip finds no version of some dependency, and does not say why.
 define check-python

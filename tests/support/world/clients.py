@@ -95,7 +95,7 @@ KINDS = {
     "greedy": Kind(words=(100, 500), texts=4),
     "long": Kind(words=(500, 3000), pause_s=1.0),
     "poison": Kind(texts=3, poison=0.3, pause_s=1.0),
-    "large": Kind(pause_s=0.5, padding=1_000_000),
+    "large": Kind(pause_s=0.5, padding=300_000),
     "new connections": Kind(pause_s=0.2, renews=1.0),
 }
 

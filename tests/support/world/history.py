@@ -69,7 +69,7 @@ def drawn(seed: int) -> History:
     """Return the history of a seed."""
     draw = random.Random(seed)
     seconds = float(draw.randint(10, 60))
-    rate = 10 ** draw.uniform(2.5, 3.3)
+    rate = 10 ** draw.uniform(2.5, 3.0)
     events = []
     for _ in range(draw.choice((1, 2, 2, 3, 4))):
         kind = draw.choice([*KINDS])
@@ -88,8 +88,8 @@ def drawn(seed: int) -> History:
     if draw.random() < 0.2:
         settings["max_queue_wait_ms"] = draw.choice((0, 300, 1500))
     if draw.random() < 0.3:
-        settings["max_bodies_bytes"] = 2**20 * draw.choice((1, 2, 4))
-        settings["max_request_bytes"] = 2**20
+        settings["max_bodies_bytes"] = 2**18 * draw.choice((2, 3, 4))
+        settings["max_request_bytes"] = 2**19
     if draw.random() < 0.2:
         settings["drain_s"] = draw.choice((0.5, 3.0))
     if draw.random() < 0.2:

@@ -385,9 +385,9 @@ def installed(kernel: Kernel) -> Iterator[None]:
         replaced.append((owner, name, owner.__dict__.get(name)))
         setattr(owner, name, value)
 
-    for module in [*sys.modules.values()]:
-        if getattr(module, "__name__", "").startswith("cloze.service"):
-            if getattr(module, "threading", None) is threading and module is not clock:
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("cloze.service") and module is not clock:
+            if module.__dict__.get("threading") is threading:
                 replace(module, "threading", Threading())
     replace(clock.CLOCK, "monotonic", lambda: kernel.now)
     replace(clock.CLOCK, "wall", lambda: kernel.now + kernel.wall_s)

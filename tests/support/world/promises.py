@@ -123,7 +123,8 @@ def _held(world: "World") -> dict[str, int]:
     """Return what the accounts of the server hold."""
     server = world.server
     service, http = server.service, server.http
-    assert service is not None
+    if service is None:  # its process has ended
+        return {}
     held = {}
     for model in service.snapshot.by_name.values():
         queue = model.queue

@@ -10,6 +10,7 @@ from typing import Any
 from tests.support.world import promises
 from tests.support.world.clients import KINDS, Asked, Client, probe
 from tests.support.world.kernel import START_S, Kernel, installed
+from tests.support.world.processes import Supervised, processes_installed
 from tests.support.world.server import Costs, Server, publish
 
 
@@ -41,6 +42,7 @@ class History:
     Attributes:
         tokens_per_s: of one worker of the engine.
         turn_s: processor time of the event loop per callback.
+        front_ends: whether a supervisor runs an engine process and two front ends.
         settings: of the server.
     """
 
@@ -49,13 +51,14 @@ class History:
     seconds: float
     tokens_per_s: float
     turn_s: float = 0.0
+    front_ends: bool = False
     settings: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
         lines = "\n".join(f"  {event}" for event in self.events)
         return (
             f"seed {self.seed}: {self.seconds:g} s, {self.tokens_per_s:.0f} tokens per second, "
-            f"{self.turn_s * 1e6:.0f} us per callback, settings {dict(self.settings)}\n{lines}"
+            f"{self.turn_s * 1e6:.0f} us per callback, {'front ends, ' * self.front_ends}settings {dict(self.settings)}\n{lines}"
         )
 
 
@@ -97,7 +100,8 @@ def drawn(seed: int) -> History:
     if draw.random() < 0.3:
         settings["request_timeout_ms"] = draw.choice((4000, 10_000))
     turn_s = draw.choice((0.0, 0.0, 20e-6, 200e-6))
-    return History(seed, tuple(sorted(events)), seconds, rate, turn_s, tuple(settings.items()))
+    front_ends, given = draw.random() < 0.3, tuple(settings.items())
+    return History(seed, tuple(sorted(events)), seconds, rate, turn_s, front_ends, given)
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,7 @@ class Fault:
     kind: str
     begin: float
     end: float = float("inf")
+    who: str = ""
 
 
 class World:
@@ -166,28 +171,27 @@ class World:
     def key_of(self, address: str) -> str:
         return self.keys[address]
 
-    def begin_fault(self, kind: str, seconds: float = float("inf")) -> None:
-        self.note(f"fault {kind}")
-        self.faults.append(Fault(kind, self.kernel.now, self.kernel.now + seconds))
+    def begin_fault(self, kind: str, seconds: float = float("inf"), who: str = "") -> None:
+        self.note(f"fault {kind} {who}")
+        self.faults.append(Fault(kind, self.kernel.now, self.kernel.now + seconds, who))
 
-    def end_faults(self, *kinds: str) -> None:
-        now = self.kernel.now
-        self.faults = [
-            replace(f, end=now) if f.kind in kinds and f.end == float("inf") else f
-            for f in self.faults
-        ]
+    def end_faults(self, *kinds: str, who: str = "") -> None:
+        """End faults that have no end yet."""
+        for index, fault in enumerate(self.faults):
+            if fault.kind in kinds and fault.who == who and fault.end == float("inf"):
+                self.faults[index] = replace(fault, end=self.kernel.now)
 
     def overlaps(self, begin: float, end: float, *kinds: str) -> bool:
         """Return whether one of some faults was there in a time."""
         return any(f.kind in kinds and f.begin <= end and f.end >= begin for f in self.faults)
 
-    def _server_noted(self, what: str, value: Any) -> None:
-        self.note(f"server {what} {value}")
+    def _server_noted(self, what: str, name: str, value: Any) -> None:
+        self.note(f"{name} {what} {value}")
         if what == "ready":
-            self.end_faults("down", "kill", "drain")
+            self.end_faults("down", who=name)
+            self.end_faults("kill", "drain")
         elif what == "ended":
-            self.begin_fault("down")
-        elif what == "exit":
+            self.begin_fault("down", who=name)
             promises.check_exit(self, value)
 
     # The history.
@@ -195,11 +199,15 @@ class World:
     def play(self) -> None:
         """Let the history happen, and check the promises."""
         history = self.history
-        with installed(self.kernel):
-            self.begin_fault("down")
-            self.server = Server(
+        made = Supervised if history.front_ends else Server
+        with installed(self.kernel), processes_installed(self.kernel, lambda: self.server):
+            for name in ("server", "frontend-0", "frontend-1", "engine-0")[
+                :: 1 if history.front_ends else 4
+            ]:
+                self.begin_fault("down", who=name)
+            self.server = made(
                 self.kernel, Costs(history.tokens_per_s), history.turn_s, self._server_noted,
-                self.fails, settings=dict(history.settings),
+                self.fails, dict(history.settings),
             )  # fmt: skip
             try:
                 self.kernel.spawn(self._direct)
@@ -212,7 +220,7 @@ class World:
     def _direct(self) -> None:
         """Start the clients and the faults in their time, and end the server."""
         kernel, history = self.kernel, self.history
-        while self.server.service is None:
+        while not self.server.is_ready:
             kernel.sleep(0.01)
         start = kernel.now
         watching = kernel.spawn(self._watch)
@@ -229,14 +237,13 @@ class World:
         for thread in clients:
             thread.join()
         kernel.sleep(start + history.seconds - kernel.now)
-        while self.server.service is None or self.server.http.should_exit or self.server.process.is_stopped:
+        while self.overlaps(kernel.now, kernel.now, "down", "drain", "stop"):
             kernel.sleep(0.1)
         kernel.sleep(3.0)  # until what was lost is noticed
         self.is_watching = False
         watching.join()
         kernel.sleep(0.5)
-        if self.server.service is not None:
-            promises.check_accounts(self)
+        promises.check_accounts(self)
         self.server.is_ending = True
         self._drain(0)
         self.server.keeper.join()
@@ -288,20 +295,20 @@ class World:
 
     def _wait_for_end(self) -> None:
         """Wait until a process that has been ready ends."""
-        while self.server.service is None:
+        while not self.server.is_ready:
             self.kernel.sleep(0.05)
-        process = self.server.process
-        assert process is not None
+        process = self.server.engine_process()
         began = self.kernel.now
         while process.is_alive and self.kernel.now < began + promises.DEAD_S:
             process.ended.wait(1.0)
-            if self.server.hung is not None and not self.server.serves(self.server.hung):
+            queues = self.server.schedulers()
+            if self.server.hung and all(q._engine is not self.server.hung for q in queues):
                 return  # a reload has replaced it
         if process.is_alive and not self.overlaps(began, self.kernel.now, "stop", "slow"):
             self.fails("a dead engine was not noticed")
 
     def _stop(self, seconds: float) -> None:
-        process = self.server.process
+        process = self.server.victim()
         if process is not None:
             self.begin_fault("stop", seconds + 0.5)
             self.kernel.stop(process)
@@ -309,20 +316,21 @@ class World:
             self.kernel.go_on(process)
 
     def _kill(self, _: float) -> None:
-        if self.server.process is not None:
+        process = self.server.victim()
+        if process is not None:
             self.begin_fault("kill")
-            self.kernel.kill(self.server.process)
+            self.kernel.kill(process)
 
     def _reload(self, _: float) -> None:
         self.note("reload")
         publish(self.server.store / "models")
-        self._hang_up()
+        self.server.hang_up()
 
     def _bad_reload(self, _: float) -> None:
         """Publish a version whose engine does not open, and ask to serve it; then a good one."""
         self.begin_fault("bad version")
         publish(self.server.store / "models", is_bad=True)
-        self._hang_up()
+        self.server.hang_up()
         self.kernel.sleep(2.0)
         publish(self.server.store / "models")
         self.end_faults("bad version")
@@ -334,25 +342,19 @@ class World:
         name, _, version = reference.partition("@")
         folder = self.server.store / "models" / name / version
         (folder / "golden.json").write_text("")
-        self._hang_up()
+        self.server.hang_up()
         self.kernel.sleep(2.0)
         publish(self.server.store / "models")
         self.end_faults("bad version")
-
-    def _hang_up(self) -> None:
-        process = self.server.process
-        if self.server.service is not None and process is not None and process.is_alive:
-            process.loop.signal(signal.SIGHUP)
 
     def _clock_jump(self, seconds: float) -> None:
         self.note("the wall clock jumps")
         self.kernel.wall_s += 3600 * (seconds - 6)
 
     def _drain(self, _: float) -> None:
-        process = self.server.process
-        if self.server.service is not None and process is not None and process.is_alive:
+        if self.server.is_ready:
             self.begin_fault("drain")
-            process.loop.call_soon_threadsafe(self.server.http.handle_exit, signal.SIGTERM, None)
+            self.server.terminate()
 
 
 def play(history: History) -> World:

@@ -41,7 +41,9 @@ class Process:
     def __init__(self, name: str) -> None:
         self.name = name
         self.is_alive, self.is_stopped = True, False
-        self.ended = Event()
+        self.ended, self.code = Event(), -9
+        self.at_end: dict[Any, Callable[[], None]] = {}  # what the system does when it has ended
+        self.handlers: dict[int, Callable[..., None]] = {}  # of signals
         self.held: list[Thread] = []  # threads that would run, but the process is stopped
         self.threads: dict[Thread, None] = {}
         self.loop: Any = None
@@ -76,7 +78,8 @@ class Thread:
         try:
             self._target(*self._args)
         except Exception as error:
-            self.kernel.on_error(f"a thread of {self.process.name} ended with {error!r}")
+            if not self.kernel.is_reaping:
+                self.kernel.on_error(f"a thread of {self.process.name} ended with {error!r}")
         finally:
             self.has_ended = True
             self.process.threads.pop(self, None)
@@ -108,6 +111,8 @@ class Kernel:
         self.on_error: Callable[[str], None] = print
         self.is_reaping = False
         self.processes: list[Process] = []
+        self.replaced = Replaced()
+        self.named: dict[str, Any] = {}  # listening sockets by path
         self._timers: list[tuple[float, int, Thread | None, Any]] = []
         self._serials = itertools.count()
         Thread.kernel = Lock.kernel = Event.kernel = self
@@ -117,7 +122,9 @@ class Kernel:
         self.processes.append(Process(name))
         return self.processes[-1]
 
-    def spawn(self, target: Callable[..., Any], *args: Any, process: Process | None = None) -> Thread:
+    def spawn(
+        self, target: Callable[..., Any], *args: Any, process: Process | None = None
+    ) -> Thread:
         """Start a thread, by default of the current process."""
         thread = Thread(target, args=args, process=process)
         thread.start()
@@ -194,8 +201,18 @@ class Kernel:
 
     def kill(self, process: Process) -> None:
         """End a process: nothing of it runs again."""
-        process.is_alive = False
-        process.ended.set()
+        if process.is_alive:
+            process.is_alive = False
+            for end in [*process.at_end.values()]:
+                end()
+            process.ended.set()
+
+    def exit(self, code: int) -> None:
+        """End the process of the current thread, which never goes on."""
+        process = self.current.process
+        process.code = code
+        self.kill(process)
+        self.park()
 
     def close(self) -> None:
         """Unwind the threads that are left; nothing that they do has an effect."""
@@ -376,15 +393,29 @@ class LoopThreads:
             raise asyncio.CancelledError
 
 
+class Replaced:
+    """Attributes of modules and objects that are others while a world exists."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def __call__(self, owner: Any, name: str, value: Any) -> None:
+        self._before.append((owner, name, owner.__dict__.get(name)))
+        setattr(owner, name, value)
+
+    def undo(self) -> None:
+        for owner, name, value in reversed(self._before):
+            if value is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+        self._before.clear()
+
+
 @contextmanager
 def installed(kernel: Kernel) -> Iterator[None]:
     """Let all modules of the service use the clock and the threads of a kernel."""
-    replaced: list[tuple[Any, str, Any]] = []
-
-    def replace(owner: Any, name: str, value: Any) -> None:
-        replaced.append((owner, name, owner.__dict__.get(name)))
-        setattr(owner, name, value)
-
+    replace = kernel.replaced
     for name, module in [*sys.modules.items()]:
         if name.startswith("cloze.service") and module is not clock:
             if module.__dict__.get("threading") is threading:
@@ -408,11 +439,7 @@ def installed(kernel: Kernel) -> Iterator[None]:
         yield
     finally:
         kernel.close()
+        replace.undo()
         random.setstate(state)
         if was_collecting:
             gc.enable()
-        for owner, name, value in reversed(replaced):
-            if value is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)

@@ -8,6 +8,8 @@ import asyncio
 import socket
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 from tests.support.world.kernel import Kernel, Process, Thread
@@ -75,9 +77,15 @@ class Loop(asyncio.BaseEventLoop):
     def discard(self) -> None:
         """Forget what has not run, at the end of a process."""
         self._thread_id = None
+        for task in asyncio.all_tasks(self):
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+            with suppress(BaseException):
+                task.get_coro().close()  # type: ignore[union-attr]
         self._ready.clear()
         self._scheduled.clear()
-        self._closed = True
+
+    def __del__(self) -> None:
+        """Do not warn of a loop that a killed process has left open."""
 
     def run_in_executor(self, executor: Any, function: Any, *args: Any) -> Any:
         """Run a function on a thread of its own, which begins within 2 ms."""
@@ -102,7 +110,7 @@ class Loop(asyncio.BaseEventLoop):
         return future
 
     def _from_thread(self, *call: Any) -> None:
-        if not self._closed:
+        if not self.is_closed():
             self.call_soon_threadsafe(*call)
 
     def add_signal_handler(self, sig: int, callback: Callable[..., None], *args: Any) -> None:  # type: ignore[override]
@@ -110,8 +118,11 @@ class Loop(asyncio.BaseEventLoop):
 
     def signal(self, number: int) -> None:
         """Handle a signal that was sent to the process."""
-        callback, args = self.signals[number]
-        self.call_soon_threadsafe(callback, *args)
+        if number in self.signals:
+            callback, args = self.signals[number]
+            self.call_soon_threadsafe(callback, *args)
+        elif number in self.process.handlers:
+            self.call_soon_threadsafe(self.process.handlers[number], number, None)
 
     def add_reader(self, listener: Any, callback: Callable[[], None]) -> None:  # type: ignore[override]
         listener.readers[self] = callback
@@ -123,6 +134,44 @@ class Loop(asyncio.BaseEventLoop):
     async def connect_accepted_socket(self, factory: Any, sock: "End", **_: Any) -> Any:  # type: ignore[override]
         transport = Transport(self, sock, factory())
         return transport, transport.protocol
+
+    async def create_unix_connection(self, factory: Any, path: str) -> Any:  # type: ignore[override]
+        """Connect to the socket of another process; the connection waits until it is accepted."""
+        if (end := self.kernel.named[path].connect(self.process.name)) is None:
+            raise ConnectionRefusedError
+        transport = Transport(self, end, factory())
+        return transport, transport.protocol
+
+    async def create_unix_server(self, factory: Any, sock: "Listener") -> Any:  # type: ignore[override]
+        """Accept the connections of other processes."""
+
+        def accept() -> None:
+            while sock.queue:
+                Transport(self, sock.accept()[0], factory())
+
+        self.add_reader(sock, accept)
+        return SimpleNamespace(close=lambda: self.remove_reader(sock))
+
+    async def connect_read_pipe(self, factory: Any, pipe: "Pipe") -> Any:
+        """Read what another process writes into a pipe."""
+        protocol = factory()
+        protocol.connection_made(asyncio.Transport())
+        pipe.reader = self, protocol
+        return asyncio.Transport(), protocol
+
+
+class Pipe:
+    """A pipe from one process to the event loop of another."""
+
+    reader: tuple[Loop, Any] | None = None
+
+    def write(self, data: bytes) -> None:
+        if self.reader and self.reader[0].process.is_alive:
+            self.reader[0].call_soon_threadsafe(self.reader[1].data_received, data)
+
+    def end(self) -> None:
+        if self.reader and self.reader[0].process.is_alive:
+            self.reader[0].call_soon_threadsafe(self.reader[1].eof_received)
 
 
 class End:
@@ -168,6 +217,14 @@ class End:
         self.peer.on_arrival()
         return data
 
+    def belongs_to(self, process: Process) -> None:
+        """Close the end when a process ends."""
+        process.at_end[self] = self._break
+
+    def _break(self) -> None:
+        self.on_arrival = lambda: None
+        self.close()
+
     def close(self) -> None:
         """Send no more, and read no more; see `socket.close`."""
         if not self.is_closed:
@@ -199,7 +256,10 @@ class Listener:
         self.readers: dict[Loop, Callable[[], None]] = {}
         self._told: set[Loop] = set()
         self.is_closed = False
-        self.ends: dict[End, None] = {}  # of the server, which are open or were accepted
+        self.number = 0  # its file descriptor
+
+    def fileno(self) -> int:
+        return self.number
 
     def setblocking(self, _: bool) -> None:
         """See `socket.setblocking`."""
@@ -208,13 +268,13 @@ class Listener:
         if not self.queue:
             raise BlockingIOError
         end = self.queue.popleft()
-        self.ends[end] = None
+        end.belongs_to(self.kernel.current.process)
         return end, end.address
 
     def notify(self) -> None:
         """Call the readers while connections wait."""
         for loop in [*self.readers] if self.queue else ():
-            if loop not in self._told and not loop.is_closed():
+            if loop not in self._told and loop.process.is_alive and not loop.is_closed():
                 self._told.add(loop)
                 loop.call_soon_threadsafe(self._read, loop)
 
@@ -230,13 +290,6 @@ class Listener:
         for end in self.queue:
             end.close()
         self.queue.clear()
-
-    def abort(self) -> None:
-        """End all connections, as the end of their process does."""
-        self.close()
-        for end in self.ends:
-            end.on_arrival = lambda: None
-            end.close()
 
     def connect(self, address: str) -> "End | None":
         """Return the client's end of a new connection; None if it is refused."""
@@ -261,6 +314,7 @@ class Transport(asyncio.Transport):
         self._is_paused = self._is_closing = self._is_lost = self._is_told = False
         self._has_paused_protocol = False
         end.on_arrival = self._arrived
+        end.belongs_to(loop.process)
         protocol.connection_made(self)
         loop.call_soon(self._look)
 
@@ -341,6 +395,7 @@ class Transport(asyncio.Transport):
 
     def _tell_lost(self) -> None:
         self._end.close()
+        self._loop.process.at_end.pop(self._end, None)
         self.protocol.connection_lost(None)
 
 

@@ -1,6 +1,8 @@
 """The server of a world: the real service with engines whose runs take simulated time."""
 
+import math
 import shutil
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,15 +10,15 @@ from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
-from uvicorn.server import ServerState
 
 from cloze.model_store import Bundle, Store
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import ArrayResult
 from cloze.model_store.manifest import BundleSpec, Precision
+from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import Device
 from cloze.service.errors import StartupError
-from cloze.service.server.process import _Server
+from cloze.service.server.process import answer_http
 from cloze.service.service import Service, single_process
 from cloze.service.settings import Settings
 from cloze.service.tasks import TASKS
@@ -120,7 +122,7 @@ class Engine:
         if any(poison in encoding.input_ids for encoding in batch):
             raise RuntimeError("a poisoned encoding")
         bulk = sum(len(e) for e in batch if task_model.ID[BULK] in e.input_ids)
-        self._server.ran(self, tokens, bulk)
+        self._server.ran(tokens, bulk)
         return [{"embedding": ArrayResult(_vector(e.input_ids, self.version))} for e in batch]
 
     def _hang(self, tokens: int) -> None:
@@ -128,7 +130,7 @@ class Engine:
         if self._costs.hangs:
             self._costs.hangs -= 1
             self._server.hung = self
-            self._server.noted("hangs in a run of tokens", tokens)
+            self._server.noted("hangs", "engine", tokens)
             self._kernel.park()
 
     def probe(self) -> None:
@@ -139,43 +141,37 @@ class Engine:
             raise RuntimeError("other golden outputs")
 
 
-class Ordered(dict[Any, None]):
-    """A set that keeps its order, in place of uvicorn's sets of connections and tasks."""
-
-    def add(self, item: Any) -> None:
-        self[item] = None
-
-    def discard(self, item: Any) -> None:
-        self.pop(item, None)
-
-
 @dataclass
 class Server:
-    """The server of a world, which starts again when its process has ended.
+    """The server of a world in one process, which starts again when its process has ended.
 
     Attributes:
         turn_s: processor time of the event loop per callback.
-        noted: called with what happens to the server, and a value.
+        noted: called with what a process did, its name, and a value.
         failed: called with an error that no code handles.
         downtime_s: seconds until the process starts again.
         listener: the socket to which clients connect.
-        service: of the running process; None while it starts.
-            runs: what the engines have run.
+        process: the process that a signal to the server reaches.
+        services: the service and the HTTP server of each process that answers HTTP.
+        is_ready: whether the server has begun to accept connections.
+        runs: what the engines have run.
+        measured_s: when the first run of the present engine ended; infinite before.
         hung: the engine of the last run that hangs.
     """
 
     kernel: Kernel
     costs: Costs
     turn_s: float
-    noted: Callable[[str, Any], None]
+    noted: Callable[..., None]
     failed: Callable[[str], None]
+    settings: dict[str, Any]
     downtime_s: float = 1.0
-    settings: dict[str, Any] = field(default_factory=dict)
-    service: Service | None = None
-    http: Any = None
     process: Process | None = None
+    services: dict[Process, tuple[Service, Any]] = field(default_factory=dict)
+    is_ready: bool = False
     is_ending: bool = False
     runs: list[Run] = field(default_factory=list)
+    measured_s: float = math.inf
     hung: Engine | None = None
 
     def __post_init__(self) -> None:
@@ -191,58 +187,82 @@ class Server:
     def _keep(self) -> None:
         """Start a process, again and again."""
         while not self.is_ending:
-            self.process = self.kernel.process("server")
-            self.listener = Listener(self.kernel)
-            self.kernel.spawn(self._serve, self.process, process=self.process)
-            self.process.ended.wait()
-            self.service = None
-            self.noted("ended", None)
-            self.listener.abort()
+            self.process = process = self.kernel.process("server")
+            self.listener, self.measured_s = Listener(self.kernel), math.inf
+            self.kernel.spawn(self._serve, process, process=process)
+            process.ended.wait()
+            self.is_ready = False
+            self.noted("ended", "server", process.code)
+            self.listener.close()
             if not self.is_ending:
                 self.kernel.sleep(self.downtime_s)
+
+    @property
+    def all_settings(self) -> Settings:
+        store = self.store / "models"
+        fixed = {"model_store": store, "host": "10.0.0.1", "allow_anonymous": True, "workers": 2}
+        return Settings(**fixed, **self.settings)  # type: ignore[arg-type]
 
     def _serve(self, process: Process) -> None:
         """Serve as `serve_in_one_process` does."""
         loop = Loop(self.kernel, process, self.turn_s, self.failed)
-        settings = Settings(
-            model_store=self.store / "models", host="10.0.0.1", allow_anonymous=True, workers=2,
-            **self.settings,
-        )  # fmt: skip
+        settings = self.all_settings
         try:
-            service = single_process(settings, self._make_engine, {"embed": TASKS["embed"]})
+            service = single_process(settings, self.make_engine, {"embed": TASKS["embed"]})
         except StartupError:
-            self.noted("exit", 2)
-            self.kernel.kill(process)
-            return
-        self.http = http = _Server(service, settings, lambda: self._started(service))
-        http.server_state = ServerState()
-        http.server_state.connections = Ordered()  # type: ignore[assignment]
-        http.server_state.tasks = Ordered()  # type: ignore[assignment]
-        loop.run_until_complete(http._serve([self.listener]))  # type: ignore[list-item]
-        self.noted("exit", 0 if service.dead_reason is None else 1)
-        self.kernel.kill(process)
+            self.kernel.exit(2)
+        answering = answer_http(
+            service,
+            settings,
+            self.listener,
+            before_accepting=lambda: self.started("server"),  # type: ignore[arg-type]
+        )
+        self.services = {process: (service, process.handlers["server"])}
+        loop.run_until_complete(answering)
+        self.kernel.exit(0 if service.dead_reason is None else 1)
 
-    def _started(self, service: Service) -> None:
-        self.service = service
-        self.noted("ready", None)
+    def started(self, name: str) -> None:
+        """Note that a process is ready."""
+        self.is_ready = True
+        self.noted("ready", name, None)
 
-    def _make_engine(self, bundle: Bundle, *_: object) -> Engine:
+    def make_engine(self, bundle: Bundle, *_: object) -> Engine:
+        """Open an engine in 0.1 to 0.3 s."""
         self.kernel.sleep(0.1 + 0.2 * self.kernel.random.random())
         if bundle.manifest.license == "bad":
             raise StartupError("the golden outputs differ")
         return Engine(self, bundle)
 
-    def serves(self, engine: Engine) -> bool:
-        """Return whether the snapshot of now has an engine, or a process starts."""
-        if self.service is None:
-            return True
-        models = self.service.snapshot.by_name.values()
-        return any(model.queue._engine is engine for model in models)  # type: ignore[attr-defined]
+    def terminate(self) -> None:
+        """Send SIGTERM to the server."""
+        if self.is_ready and self.process is not None and self.process.is_alive:
+            self.process.loop.signal(signal.SIGTERM)
 
-    def ran(self, engine: Engine, tokens: int, bulk: int) -> None:
+    def hang_up(self) -> None:
+        """Send SIGHUP to the server."""
+        if self.is_ready and self.process is not None and self.process.is_alive:
+            self.process.loop.signal(signal.SIGHUP)
+
+    def victim(self) -> Process | None:
+        """Return the process that a fault hits."""
+        return self.process
+
+    def engine_process(self) -> Process:
+        """Return the process whose engines run."""
+        assert self.process is not None
+        return self.process
+
+    def schedulers(self) -> list[Scheduler]:
+        """Return the schedulers of the models that are served now."""
+        return [
+            model.queue  # type: ignore[misc]
+            for process, (service, _) in self.services.items()
+            for model in service.snapshot.by_name.values()
+            if process.is_alive
+        ]
+
+    def ran(self, tokens: int, bulk: int) -> None:
         """Record a run."""
-        waits = False
-        if self.service is not None:
-            for model in self.service.snapshot.by_name.values():
-                waits |= model.queue._queue.bulk_tokens > 0  # type: ignore[attr-defined]
+        waits = any(queue._queue.bulk_tokens > 0 for queue in self.schedulers())
+        self.measured_s = min(self.measured_s, self.kernel.now)
         self.runs.append(Run(self.kernel.now, tokens, bulk, waits))

@@ -4,6 +4,7 @@ The supervisor, the front ends and the engine processes are the real code, each 
 its own. A file descriptor is a number in `System`.
 """
 
+import math
 import os
 import signal
 import subprocess
@@ -172,7 +173,10 @@ class Supervised(Server):
         replace(engine_process, "socket", system)
         replace(frontend, "socket", system)
         replace(supervisor, "listen_for_front_ends", listen_for_front_ends)
-        main = supervisor.Supervisor(self.all_settings, listener, self.store)  # type: ignore[arg-type]
+        try:
+            main = supervisor.Supervisor(self.all_settings, listener, self.store)  # type: ignore[arg-type]
+        except StartupError:
+            kernel.exit(2)
         process.at_end["children"] = self._kill_children
         kernel.exit(loop.run_until_complete(main.run()))
 
@@ -241,6 +245,7 @@ def processes_installed(kernel: Kernel, server: Callable[[], Server]) -> Iterato
             supervised = server()
             assert isinstance(supervised, Supervised)
             supervised.engines = {kernel.current.process: self.queues}  # type: ignore[dict-item]
+            supervised.measured_s = math.inf
             supervised.noted("ready", kernel.current.process.name, None)
 
     def answer(service: Any, settings: Any, listener: Any, before_accepting: Any) -> Any:

@@ -5,6 +5,7 @@ import shutil
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -149,6 +150,7 @@ class Server:
         turn_s: processor time of the event loop per callback.
         noted: called with what a process did, its name, and a value.
         failed: called with an error that no code handles.
+        keys: the API keys, and whether each has a limit; none: no key is needed.
         downtime_s: seconds until the process starts again.
         listener: the socket to which clients connect.
         process: the process that a signal to the server reaches.
@@ -165,6 +167,7 @@ class Server:
     noted: Callable[..., None]
     failed: Callable[[str], None]
     settings: dict[str, Any]
+    keys: dict[str, bool]
     downtime_s: float = 1.0
     process: Process | None = None
     services: dict[Process, tuple[Service, Any]] = field(default_factory=dict)
@@ -178,8 +181,22 @@ class Server:
         shared = Path("/dev/shm")
         self.store = Path(mkdtemp(prefix="world-", dir=shared if shared.is_dir() else None))
         publish(self.store / "models")
+        self.write_keys()
         self.listener = Listener(self.kernel)
         self.keeper = self.kernel.spawn(self._keep)
+
+    def write_keys(self) -> None:
+        """Write the keys of clients; a limited one may send 60 requests per minute."""
+        tables = [
+            f'[{name}]\nsha256 = "{sha256(name.encode()).hexdigest()}"\nscopes = ["inference"]\n'
+            f"{'requests_per_minute = 60' if limited else ''}\n"
+            for name, limited in self.keys.items()
+        ]
+        self.keys_file.write_text("\n".join(tables))
+
+    @property
+    def keys_file(self) -> Path:
+        return self.store / "keys.toml"
 
     def remove(self) -> None:
         shutil.rmtree(self.store)
@@ -201,6 +218,8 @@ class Server:
     def all_settings(self) -> Settings:
         store = self.store / "models"
         fixed = {"model_store": store, "host": "10.0.0.1", "allow_anonymous": True, "workers": 2}
+        if self.keys:
+            fixed["keys_file"] = self.keys_file
         return Settings(**fixed, **self.settings)  # type: ignore[arg-type]
 
     def _serve(self, process: Process) -> None:

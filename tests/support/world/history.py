@@ -302,7 +302,8 @@ class World:
             self.kernel.sleep(0.05)
         process = self.server.engine_process()
         began = self.kernel.now
-        while process.is_alive and self.kernel.now < began + promises.DEAD_S:
+        self.server.hung, self.server.dead_at = None, began + promises.DEAD_S
+        while process.is_alive and self.kernel.now < self.server.dead_at:
             process.ended.wait(1.0)
             queues = self.server.schedulers()
             if self.server.hung and all(q._engine is not self.server.hung for q in queues):

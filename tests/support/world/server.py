@@ -109,12 +109,14 @@ class Engine:
     def __init__(self, server: "Server", bundle: Bundle) -> None:
         self._server, self.version = server, bundle.manifest.version
         self._kernel, self._costs = server.kernel, server.costs
+        self._has_run = self._has_probed = False
 
     def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
         """Return the vectors of the encodings after the time of the run."""
         kernel, costs, random = self._kernel, self._costs, self._kernel.random
         tokens = sum(len(encoding) for encoding in batch)
-        self._hang(tokens)
+        self._hang(tokens, known=self._has_run)
+        self._has_run = True
         seconds = costs.overhead_s + tokens / costs.tokens_per_s
         kernel.sleep(seconds * costs.slowness * random.choice(NOISE))
         poison = task_model.ID[POISON]
@@ -126,20 +128,24 @@ class Engine:
         self._server.ran(tokens, bulk)
         return [{"embedding": ArrayResult(_vector(e.input_ids, self.version))} for e in batch]
 
-    def _hang(self, tokens: int) -> None:
-        """Never return, if this run is to hang."""
-        if self._costs.hangs:
-            self._costs.hangs -= 1
-            self._server.hung = self
-            self._server.noted("hangs", "engine", tokens)
+    def _hang(self, tokens: int, *, known: bool) -> None:
+        """Never return, if this run is to hang; `known`: whether such a run was measured."""
+        costs, server = self._costs, self._server
+        if costs.hangs:
+            costs.hangs -= 1
+            run_s = 1.5 * costs.slowness * (costs.overhead_s + tokens / costs.tokens_per_s)
+            server.hung = self
+            server.dead_at = self._kernel.now + 10 * (run_s if known else 6.0) + 8.0
+            server.noted("hangs", "engine", tokens)
             self._kernel.park()
 
     def probe(self) -> None:
         """Run the golden outputs."""
-        self._hang(_GOLDEN_TOKENS)
+        self._hang(_GOLDEN_TOKENS, known=self._has_probed)
         self._kernel.sleep(self._costs.overhead_s + _GOLDEN_TOKENS / self._costs.tokens_per_s)
         if self._costs.is_broken:
             raise RuntimeError("other golden outputs")
+        self._has_probed = True
 
 
 @dataclass
@@ -159,6 +165,7 @@ class Server:
         runs: what the engines have run.
         measured_s: when the first run of the present engine ended; infinite before.
         hung: the engine of the last run that hangs.
+        dead_at: when its process must have ended: ten times the run, 2 s, and some for the end.
     """
 
     kernel: Kernel
@@ -176,6 +183,7 @@ class Server:
     runs: list[Run] = field(default_factory=list)
     measured_s: float = math.inf
     hung: Engine | None = None
+    dead_at: float = math.inf
 
     def __post_init__(self) -> None:
         shared = Path("/dev/shm")

@@ -1,9 +1,8 @@
 """The clients of a world: each connection is a simulated thread that asks and reacts."""
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import orjson
 

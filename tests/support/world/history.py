@@ -2,7 +2,6 @@
 
 import hashlib
 import random
-import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

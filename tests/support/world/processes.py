@@ -166,8 +166,8 @@ class Supervised(Server):
             made.number = system.descriptor(SharedListener(made))
             return made
 
-        replace = kernel.replaced
-        for module in (children, engine_process, frontend):
+        replace = kernel.replace
+        for module in (children, engine_process):
             replace(module, "os", system)
         replace(children, "subprocess", system)
         replace(engine_process, "socket", system)
@@ -218,7 +218,7 @@ class Supervised(Server):
 @contextmanager
 def processes_installed(kernel: Kernel, server: Callable[[], Server]) -> Iterator[None]:
     """Let the service use simulated signals and processes, and note what it makes."""
-    replace = kernel.replaced
+    replace = kernel.replace
     signals = Signals(kernel)
     replace(server_process, "signal", signals)
     replace(uvicorn.server, "signal", signals)
@@ -268,7 +268,7 @@ def processes_installed(kernel: Kernel, server: Callable[[], Server]) -> Iterato
     replace(engine_process, "EngineServer", EngineServer)
     replace(engine_process, "_exit_dead", lambda: kernel.exit(1))
     for module in (frontend, engine_process):
-        replace(module, "Metrics", lambda models=(), shared=True: Metrics(models))
+        replace(module, "Metrics", lambda models=(), **_: Metrics(models))
     restarts = SimpleNamespace(inc=lambda: None)
     replace(supervisor, "count_restarts", lambda _, kinds: dict.fromkeys(kinds, restarts))
     replace(supervisor, "listen", lambda *_: None)

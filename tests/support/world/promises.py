@@ -100,7 +100,9 @@ def check_exit(world: "World", code: int) -> None:
             world.fails("the process did not start")
         return
     # A run that began while the engine was slow may take minutes, and then counts as hung.
-    if code == 1 and not world.overlaps(now - 120.0, now, "hang", "broken", "stop", "slow", "errors"):
+    if code == 1 and not world.overlaps(
+        now - 120.0, now, "hang", "broken", "stop", "slow", "errors"
+    ):
         world.fails("the process ended with 1 without a reason")
 
 

@@ -269,9 +269,9 @@ class World:
 
     def _slow(self, seconds: float) -> None:
         self.begin_fault("slow", seconds)
-        self.server.costs.slowness *= 10
+        self.server.costs.slowness = 10.0
         self.kernel.sleep(seconds)
-        self.server.costs.slowness /= 10
+        self.server.costs.slowness = 1.0
 
     def _errors(self, seconds: float) -> None:
         self.begin_fault("errors", seconds)

@@ -101,6 +101,13 @@ def drawn(seed: int) -> History:
     if draw.random() < 0.3:
         settings["request_timeout_ms"] = draw.choice((4000, 10_000))
     turn_s = draw.choice((0.0, 0.0, 20e-6, 200e-6))
+    if random.Random(f"loops {seed}").random() < 0.1:  # which are promised to be refused nothing
+        events = [
+            replace(event, kind="loop", many=min(event.many, 32)) if event.kind in KINDS else event
+            for event in events
+            if event.kind not in ("slow", "errors")
+        ]
+        settings.clear()
     front_ends, given = draw.random() < 0.3, tuple(settings.items())
     keys = draw.random() < 0.3
     return History(seed, tuple(sorted(events)), seconds, rate, turn_s, front_ends, keys, given)

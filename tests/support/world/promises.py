@@ -96,6 +96,39 @@ def _survives(world: "World", asked: "Asked") -> bool:
 def _may_loop(world: "World") -> bool:
     """Return whether closed loops are promised that nothing of theirs is refused.
 
+    They are alone with polite clients, no setting shortens waits, and each client has at most 64.
+    """
+    kinds = {event.kind for event in world.history.events if event.kind in KINDS}
+    is_slow = world.overlaps(0.0, world.kernel.now, "slow", "stop", *ENDS[1:])
+    return kinds <= {"loop", "polite"} and not world.history.settings and not is_slow
+
+
+def _longest_run_s(world: "World") -> float:
+    """Return the longest time of a run, of the longest text of a client."""
+    kinds = [KINDS[event.kind] for event in world.history.events if event.kind in KINDS]
+    return max((kind.words[1] for kind in kinds), default=0) / world.server.costs.tokens_per_s
+
+
+def _survives(world: "World", asked: "Asked") -> bool:
+    """Return whether a request outlives what ends processes in its time.
+
+    It does if it had arrived before a drain. The requests of one engine process that is killed wait
+    for the next one, to which they are sent again.
+    """
+    assert asked.ended is not None
+    begin, end = asked.began - SLACK_S, asked.ended
+    faults = [f for f in world.faults if f.kind in ENDS and f.begin <= end and f.end >= begin]
+    if all(fault.kind == "drain" for fault in faults):
+        first = min(fault.begin for fault in faults)
+        has_arrived = asked.sent is not None and asked.sent < first - 0.2
+        return has_arrived and end < first + 19.0 and not world.overlaps(begin, end, "stop")
+    kills = sum(fault.kind == "kill" for fault in faults)
+    return kills == 1 and all(f.who == "engine-0" and f.kind in ("kill", "down") for f in faults)
+
+
+def _may_loop(world: "World") -> bool:
+    """Return whether closed loops are promised that nothing of theirs is refused.
+
     They are alone with polite clients, no setting shortens waits, and the workers were as fast as
     they are.
     """

@@ -239,6 +239,7 @@ class World:
             if event.kind not in KINDS:
                 clients.append(kernel.spawn(getattr(self, f"_{event.kind}"), event.seconds))
                 continue
+            self.clients_until = max(self.clients_until, kernel.now + event.seconds)
             for index in range(event.many):
                 seed = f"{history.seed} {event} {index}"
                 client = Client(self, event.kind, f"10.1.0.{number}", seed)
@@ -259,7 +260,7 @@ class World:
         promises.check_history(self)
         self.has_ended = True
 
-    is_watching = True
+    is_watching, clients_until = True, 0.0
 
     def _watch(self) -> None:
         """Ask for readiness, and count the snapshots."""

@@ -4,6 +4,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from tests.support.world.clients import KINDS
+from tests.support.world.kernel import START_S
 from tests.support.world.server import POISON
 
 if TYPE_CHECKING:
@@ -42,8 +43,10 @@ def check_answer(world: "World", asked: "Asked") -> None:
         allowed.add(429)
     if ends or is_crowded or world.overlaps(begin, end, "slow"):  # it may seem to hang
         allowed.add(503)
-    # All are admitted before a batch was measured. A long text cannot be interrupted.
+    # Before a batch was measured, and by an idle queue, all are admitted. A text is not interrupted.
+    tokens = sum(len(text.split()) + 2 for text in asked.texts)
     is_unknown = begin < world.server.measured_s + SLACK_S
+    is_unknown |= tokens / world.server.costs.tokens_per_s > limit_s / 4
     if late or is_unknown or _longest_run_s(world) > limit_s / 5 or kind in _LATE:
         allowed.add(504)
     if world.overlaps(begin, end, "errors", "broken") or POISON in " ".join(asked.texts):
@@ -231,12 +234,27 @@ def check_polite(world: "World") -> None:
             world.fails(f"a polite client has {refused} of {len(statuses)} requests refused")
 
 
+def check_told(world: "World", asked: "Asked") -> None:
+    """Check that the engines are not idle while a refused request waits as it was told."""
+    if asked.status != 429 or asked.kind == "bulk" or "per minute" in asked.error:
+        return
+    assert asked.ended is not None
+    begin, end = asked.ended, min(asked.ended + asked.told_s, world.clients_until)
+    costs = world.server.costs
+    if end - begin > 4.0:
+        ran = sum(run.tokens for run in world.server.runs if begin < run.ended <= end)
+        if ran < 0.1 * (end - begin) * 2 * costs.tokens_per_s:
+            world.fails(f"the engines were idle until {end - START_S:.3f}: {asked}")
+
+
 def check_returns(world: "World") -> None:
     """Check that most of the requests are admitted that come back as they were told."""
     if world.overlaps(0.0, world.kernel.now, "slow", "stop", "errors", *ENDS[1:]):
         return
     if "max_connections" in dict(world.history.settings):
         return
+    for asked in world.requests:
+        check_told(world, asked)
     back = [asked.status for asked in world.requests if asked.returns and asked.kind != "bulk"]
     if (refused := back.count(429)) > 5 + len(back) / 2:
         world.fails(f"{refused} of {len(back)} requests that came back as told are refused again")

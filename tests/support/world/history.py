@@ -12,6 +12,9 @@ from tests.support.world.kernel import START_S, Kernel, installed
 from tests.support.world.processes import Supervised, processes_installed
 from tests.support.world.server import Costs, Server, publish
 
+_WATCH_S = 0.5
+"""Seconds between looks at readiness, snapshots and waiting clients."""
+
 
 @dataclass(frozen=True, order=True)
 class Event:
@@ -129,6 +132,7 @@ class World:
     Attributes:
         failures: the promises that were broken.
         requests: all requests that clients began.
+        waiting: refused requests whose clients wait as they were told.
         faults: what was done to the server, and what its process did.
         readiness: (time, status) of each probe of /readyz.
     """
@@ -139,6 +143,7 @@ class World:
         self.kernel.on_error = self.fails
         self.failures: list[str] = []
         self.requests: list[Asked] = []
+        self.waiting: list[Asked] = []
         self.faults: list[Fault] = []
         self.readiness: list[tuple[float, int]] = []
         self.has_ended = False
@@ -239,7 +244,6 @@ class World:
             if event.kind not in KINDS:
                 clients.append(kernel.spawn(getattr(self, f"_{event.kind}"), event.seconds))
                 continue
-            self.clients_until = max(self.clients_until, kernel.now + event.seconds)
             for index in range(event.many):
                 seed = f"{history.seed} {event} {index}"
                 client = Client(self, event.kind, f"10.1.0.{number}", seed)
@@ -260,7 +264,7 @@ class World:
         promises.check_history(self)
         self.has_ended = True
 
-    is_watching, clients_until = True, 0.0
+    is_watching = True
 
     def _watch(self) -> None:
         """Ask for readiness, and count the snapshots."""
@@ -271,7 +275,8 @@ class World:
             self.readiness.append((began, status))
             promises.check_readiness(self, began, status)
             promises.check_snapshots(self)
-            kernel.sleep(0.5)
+            promises.check_waiting(self, kernel.now - began + _WATCH_S)
+            kernel.sleep(_WATCH_S)
 
     # The faults.
 

@@ -14,8 +14,8 @@ import pytest
 from tests.support.world.__main__ import describe
 from tests.support.world.history import Event, History, drawn, play, shortest
 
-BUDGET_S = 45.0
-"""Processor time for the histories of `make test`, about 200 of them."""
+BUDGET_S = 30.0
+"""Processor time for the histories of `make test`, about 130 of them."""
 
 FAILED = {
     208: "a golden batch that hung was noticed after a minute",

@@ -243,8 +243,9 @@ def check_waiting(world: "World", passed_s: float) -> None:
     if len(queues) != 1 or world.overlaps(world.kernel.now - 5.0, world.kernel.now, "slow", "stop"):
         return
     for asked in world.waiting:
-        # The door takes spaces in a body for tokens.
-        if asked.kind in ("bulk", "large") or "per minute" in asked.error or "bytes" in asked.error:
+        # A line of long texts moves by seconds, and the door takes spaces in a body for tokens.
+        is_short = KINDS[asked.kind].words[1] < 100 and not KINDS[asked.kind].padding
+        if not is_short or "per minute" in asked.error or "bytes" in asked.error:
             continue
         tokens = sum(len(text.split()) + 2 for text in asked.texts)
         line = LineKey.of(tokens, asked.limit_s)

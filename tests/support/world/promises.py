@@ -239,13 +239,12 @@ def check_polite(world: "World") -> None:
 
 def check_waiting(world: "World", passed_s: float) -> None:
     """Check that a refused request does not wait as told while there is room for it."""
-    queues, limits = world.server.schedulers(), world.server.waits
-    if len(queues) != 1 or world.overlaps(world.kernel.now - 5.0, world.kernel.now, "slow", "stop"):
-        return
-    for asked in world.waiting:
+    queues, limits, now = world.server.schedulers(), world.server.waits, world.kernel.now
+    for asked in world.waiting if len(queues) == 1 else ():
         # A line of long texts moves by seconds, and the door takes spaces in a body for tokens.
         is_short = KINDS[asked.kind].words[1] < 100 and not KINDS[asked.kind].padding
-        if not is_short or "per minute" in asked.error or "bytes" in asked.error:
+        was_slower = world.overlaps((asked.ended or now) - 20.0, now, "slow", "stop", *ENDS)
+        if not is_short or was_slower or "per minute" in asked.error:
             continue
         tokens = sum(len(text.split()) + 2 for text in asked.texts)
         line = LineKey.of(tokens, asked.limit_s)

@@ -23,6 +23,13 @@ from cloze.service.errors import Overloaded, Rejection
 _MIN_WINDOW_S = 0.25
 """Shortest time over which a rate is measured; a batch takes about 20 ms."""
 
+_MIN_BATCHES = 8
+"""Fewest batches over which the rate of several workers is measured.
+
+The time begins and ends with the end of a batch, and the batches of other workers have begun before
+it. Measured over two batches of a second each, two workers seem half as fast again as they are.
+"""
+
 _MAX_WINDOW_S = 10.0
 """Longest time between two batches of a busy queue; a batch of one long text takes seconds."""
 
@@ -161,34 +168,39 @@ class DrainRate:
     The duration of batches alone would overestimate the rate: between batches, workers wait for
     each other, for the interpreter and for cores.
 
+    `least` is the fewest counts over which the rate is measured.
+
     Attributes:
         per_s: tokens, or whatever is counted, per second; 0.0 until the queue was busy for long
             enough.
         busy: mean number of busy workers of the process at that rate.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, least: int = 1) -> None:
+        self._least = least
         self.per_s = self.busy = 0.0
         self._since: float | None = None
-        self._amount = 0
+        self._amount = self._counts = 0
         self._busy_amount = 0  # each token times the workers that were busy
 
     def count(self, now: float, amount: int, *, waiting: bool, busy: int = 1) -> None:
         """Count what ends now, with so many busy workers, and note whether others wait."""
         if self._since is not None:
             self._amount += amount
+            self._counts += 1
             self._busy_amount += amount * busy
             seconds = now - self._since
-            if _MIN_WINDOW_S <= seconds <= _MAX_WINDOW_S:
+            is_long = seconds >= _MIN_WINDOW_S and self._counts >= self._least
+            if is_long and seconds <= _MAX_WINDOW_S:
                 weight = 0.3 if self.per_s else 1.0  # a moving average
                 self.per_s += weight * (self._amount / seconds - self.per_s)
                 self.busy += weight * (self._busy_amount / max(1, self._amount) - self.busy)
-            if seconds >= _MIN_WINDOW_S:  # too long: others were cancelled, or nothing ran
+            if is_long or seconds > _MAX_WINDOW_S:  # others were cancelled, or nothing ran
                 self._since = None
         if not waiting:
             self._since = None
         elif self._since is None:
-            self._since, self._amount, self._busy_amount = now, 0, 0
+            self._since, self._amount, self._busy_amount, self._counts = now, 0, 0, 0
 
 
 class Admission:
@@ -200,7 +212,7 @@ class Admission:
 
     def __init__(self, queue: FairQueue, activity: Activity, limits: SchedulerLimits) -> None:
         self._queue, self._activity, self._limits = queue, activity, limits
-        self._drain_rate = DrainRate()
+        self._drain_rate = DrainRate(_MIN_BATCHES if limits.workers > 1 else 1)
         self._bulk_rate = DrainRate()  # what others leave
         self.tokens_per_s = 0.0
 

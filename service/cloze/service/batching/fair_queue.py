@@ -538,7 +538,8 @@ class FairQueue:
         passed = max(self._virtual_times[is_bulk], turn) + batch.tokens / clients
         self._virtual_times[is_bulk] = passed
         if is_bulk:
-            self._owed_to_bulk = 0.0
+            # A batch may have one short text: then further batches follow until all is paid.
+            self._owed_to_bulk = max(0.0, self._owed_to_bulk - batch.tokens)
         elif bulk:
             self._owed_to_bulk += batch.tokens * BULK_SHARE / (1 - BULK_SHARE)
         return batch

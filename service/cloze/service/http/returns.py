@@ -21,6 +21,10 @@ quarters, 84 % of 1,000 connections that wait are admitted when they come back, 
 _EARLY_S = 0.005
 """How much earlier than told a client may come; timers and clocks are not exact."""
 
+_LONGEST_S = 59.99
+"""Longest time that a refused request is told. The openai client does not wait for above 60 s, and
+the difference of two times may be a little more than what was added."""
+
 _MOST_LINES = 4096
 """Most lines whose next time is kept."""
 
@@ -103,6 +107,7 @@ class Returns:
         before = self.refused.get(connection)
         if before is not None and before.over not in (None, request.arrived):
             before = None
+        is_exact = line.reason is Rejection.KEY_LIMIT  # a time that may be long
         early, hold_s = 0, 0.0
         if before is not None:
             early = before.early // 2
@@ -111,16 +116,17 @@ class Returns:
                 early = min(before.early + 1, 16)
                 if before.line == line and before.over is None:
                     before.early = early
-                    return max(before.at - now, room_s), hold_s
+                    after_s = max(before.at - now, room_s)
+                    return after_s if is_exact else min(after_s, _LONGEST_S), hold_s
         self._give_back(connection, now)
         if len(self._last) >= _MOST_LINES:
             self._last.clear()
         last = self._last.get(line, 0.0)
         at = now + max(room_s, 0.05)
-        if line.reason is not Rejection.KEY_LIMIT:  # whose time is exact, and may be long
+        if not is_exact:
             if last > now:
                 at = max(at, last + each_s * self._processes)
-            at = min(at, now + 60.0)  # the openai client waits for no longer
+            at = min(at, now + _LONGEST_S)
         moved_s = max(0.0, at - max(last, now))
         self._last[line] = max(last, at)
         if connection is not None:

@@ -116,7 +116,10 @@ def test_a_queue_that_drains_slowly_has_that_rate() -> None:
     full.put(66)
     full.ended(10, 100.0)
     full.admission.tokens_per_s = 100.0
-    full.ended(80, 100.0, after_s=1.0)
+    for _ in range(7):
+        full.ended(10, 100.0, after_s=0.125)
+    assert full.admission.rate == 200, "two workers end few batches"
+    full.ended(10, 100.0, after_s=0.125)
     assert full.admission.rate == 80
     full.admission.tokens_per_s = 300.0
     assert full.admission.rate == 120, "at least a fifth of the rate of batches"

@@ -1,0 +1,96 @@
+"""The whole service in simulated time: histories keep the promises, and a seed is one history."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from tests.support.world.__main__ import describe
+from tests.support.world.history import Event, History, drawn, play, shortest
+
+SEEDS = range(1001, 1121)
+"""The histories of `make test`, which take about 35 s of one core."""
+
+FAILED = {
+    208: "a golden batch that hung was noticed after a minute",
+    362: "bulk requests with short texts got a fiftieth of the tokens",
+    538: "a refused request was told to wait for 60.001 s",
+    602: "two workers with long batches seemed twice as fast as they were, and answers were late",
+    612: "a connection that did not wait was told 84 s",
+    637: "two workers seemed slower and faster in turns, and a polite client was refused",
+}
+"""Seeds whose histories broke a promise, with what was wrong."""
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("seed", FAILED)
+def test_a_history_that_failed_once_keeps_the_promises(seed: int) -> None:
+    assert play(drawn(seed)).failures == [], drawn(seed)
+
+
+@pytest.mark.timeout(600)
+def test_histories_keep_the_promises() -> None:
+    for seed in SEEDS:
+        if play(drawn(seed)).failures:
+            pytest.fail(describe(drawn(seed)))
+
+
+DIGESTS = """
+import json, logging, sys
+from tests.support.world.history import drawn, play
+logging.disable(logging.CRITICAL)
+print(json.dumps([play(drawn(seed)).digest for seed in json.loads(sys.argv[1])]))
+"""
+
+
+def test_a_seed_is_one_history() -> None:
+    """The order of sets differs between processes, and between two runs in one process."""
+    seeds = [3, 7, 43, 131, 222]
+    told = [play(drawn(seed)).digest for seed in (*seeds, *seeds)]
+    environment = os.environ | {"PYTHONHASHSEED": "7"}
+    command = [sys.executable, "-c", DIGESTS, json.dumps(seeds)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert told[:5] == told[5:] == json.loads(done.stdout)
+    assert len(set(told)) == 5
+
+
+def test_the_shortest_history_has_only_what_fails() -> None:
+    clients = [Event(float(at), "polite", 4.0) for at in range(6)]
+    history = History(1, (*clients, Event(3.0, "kill"), Event(6.0, "drain")), 10.0, 100.0)
+
+    def fails(smaller: History) -> bool:
+        kinds = [event.kind for event in smaller.events]
+        return "kill" in kinds and kinds.count("polite") >= 2
+
+    least = shortest(history, fails)
+    assert sorted(event.kind for event in least.events) == ["kill", "polite", "polite"]
+    assert max(event.seconds for event in least.events if event.kind == "polite") == 0.5
+
+
+def test_a_fault_of_the_server_is_found_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that are cancelled stay in the account of their client."""
+    from cloze.service.batching.scheduler import Scheduler
+
+    forget = Scheduler._forget
+
+    def forgets_some(self: Scheduler, request: object) -> None:
+        if not request.cancelled():  # type: ignore[attr-defined]
+            forget(self, request)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Scheduler, "_forget", forgets_some)
+    history = replace(drawn(8), events=(Event(0.0, "leaving", 5.0, 3), Event(1.0, "polite", 5.0)))
+    told = describe(history)
+    assert "something is held at the end" in told
+    assert "leaving" in told
+    assert "polite" not in told

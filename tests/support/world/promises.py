@@ -1,0 +1,285 @@
+"""What must be true in every history: the promises of docs/operate.md, as checks."""
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from cloze.service.batching.fair_queue import LineKey
+from tests.support.world.clients import KINDS
+from tests.support.world.server import POISON
+
+if TYPE_CHECKING:
+    from tests.support.world.clients import Asked
+    from tests.support.world.history import World
+
+SLACK_S = 0.5
+"""Seconds by which an answer may be later than its limit: latencies, turns, and a batch's end."""
+
+DEAD_S = 80.0
+"""Seconds until a broken engine has ended its process, at most: the first canary may take 60 s."""
+
+ROOM_S = 20.0
+"""Seconds in which a waiting client may have room: those that were refused before it go first."""
+
+_LATE = ("limited", "bulk")
+"""Kinds that may get 504: the limit may be shorter than a run, or others may have come."""
+
+ENDS = ("down", "kill", "hang", "broken", "drain", "exit")
+"""Faults that end a process: requests may get 503, or lose their connection."""
+
+
+def check_answer(world: "World", asked: "Asked") -> None:
+    """Check one outcome: the status is allowed, and it comes in time."""
+    assert asked.ended is not None
+    begin, end = asked.began, asked.ended
+    ends = world.overlaps(begin - SLACK_S, end, *ENDS)
+    if ends and _survives(world, asked):
+        ends = False
+    late = world.overlaps(begin, end, "stop", "slow", *ENDS)
+    limit_s = asked.limit_s or dict(world.history.settings).get("request_timeout_ms", 30_000) / 1000
+    took_s = end - (asked.sent or begin)
+    status, kind = asked.status, asked.kind
+    is_crowded = "max_connections" in dict(world.history.settings)
+    allowed = {200}
+    if kind == "polite":  # nothing is admitted that makes an accepted request late
+        allowed |= {429} if "beside what was accepted" in asked.error else set()
+    elif kind != "loop" or not _may_loop(world):
+        allowed.add(429)
+    if ends or is_crowded or world.overlaps(begin, end, "slow"):  # it may seem to hang
+        allowed.add(503)
+    # Before a batch was measured, and by an idle queue, all are admitted. A text is not interrupted.
+    tokens = sum(len(text.split()) + 2 for text in asked.texts)
+    is_unknown = begin < world.server.measured_s + SLACK_S
+    is_unknown |= tokens / world.server.costs.tokens_per_s > limit_s / 4
+    if late or is_unknown or _longest_run_s(world) > limit_s / 5 or kind in _LATE:
+        allowed.add(504)
+    if world.overlaps(begin, end, "errors", "broken") or POISON in " ".join(asked.texts):
+        allowed.add(500)
+    if kind == "slow writer":
+        allowed |= {408, 500} if ends else {408}  # uvicorn's own 500 at the end of the process
+    if world.overlaps(begin, end, "stop"):
+        allowed.add(408)
+    if asked.lost:
+        if asked.lost == "the client left":
+            if kind != "leaving" and not late:
+                world.fails(f"no answer: {asked}")
+        elif not ends and not is_crowded and kind != "slow writer" and asked.is_first:
+            world.fails(f"a request was lost: {asked}")
+        return
+    if status not in allowed:
+        world.fails(f"the status is not allowed: {asked}")
+    if not late and took_s > limit_s + SLACK_S:
+        world.fails(f"an answer is {took_s - limit_s:.2f} s late: {asked}")
+    if status == 429:
+        if asked.told_s > 60.0 and "per minute" not in asked.error:
+            world.fails(f"told to wait for {asked.told_s} s: {asked}")
+        if took_s > 1.0 + 2.5 + SLACK_S and not late:
+            world.fails(f"a refusal took {took_s:.2f} s: {asked}")
+
+
+def _longest_run_s(world: "World") -> float:
+    """Return the longest time of a run, of the longest text of a client."""
+    kinds = [KINDS[event.kind] for event in world.history.events if event.kind in KINDS]
+    return max((kind.words[1] for kind in kinds), default=0) / world.server.costs.tokens_per_s
+
+
+def _survives(world: "World", asked: "Asked") -> bool:
+    """Return whether a request outlives what ends processes in its time.
+
+    It does if it had arrived before a drain. The requests of one engine process that is killed wait
+    for the next one, to which they are sent again.
+    """
+    assert asked.ended is not None
+    begin, end = asked.began - SLACK_S, asked.ended
+    faults = [f for f in world.faults if f.kind in ENDS and f.begin <= end and f.end >= begin]
+    if all(fault.kind == "drain" for fault in faults):
+        first = min(fault.begin for fault in faults)
+        has_arrived = asked.sent is not None and asked.sent < first - 0.2
+        return has_arrived and end < first + 19.0 and not world.overlaps(begin, end, "stop")
+    kills = sum(fault.kind == "kill" for fault in faults)
+    return kills == 1 and all(f.who == "engine-0" and f.kind in ("kill", "down") for f in faults)
+
+
+def _may_loop(world: "World") -> bool:
+    """Return whether closed loops are promised that nothing of theirs is refused.
+
+    They are alone with polite clients, no setting shortens waits, and each client has at most 64.
+    """
+    kinds = {event.kind for event in world.history.events if event.kind in KINDS}
+    is_slow = world.overlaps(0.0, world.kernel.now, "slow", "stop", *ENDS[1:])
+    return kinds <= {"loop", "polite"} and not world.history.settings and not is_slow
+
+
+def _longest_run_s(world: "World") -> float:
+    """Return the longest time of a run, of the longest text of a client."""
+    kinds = [KINDS[event.kind] for event in world.history.events if event.kind in KINDS]
+    return max((kind.words[1] for kind in kinds), default=0) / world.server.costs.tokens_per_s
+
+
+def _survives(world: "World", asked: "Asked") -> bool:
+    """Return whether a request outlives what ends processes in its time.
+
+    It does if it had arrived before a drain. The requests of one engine process that is killed wait
+    for the next one, to which they are sent again.
+    """
+    assert asked.ended is not None
+    begin, end = asked.began - SLACK_S, asked.ended
+    faults = [f for f in world.faults if f.kind in ENDS and f.begin <= end and f.end >= begin]
+    if all(fault.kind == "drain" for fault in faults):
+        first = min(fault.begin for fault in faults)
+        has_arrived = asked.sent is not None and asked.sent < first - 0.2
+        return has_arrived and end < first + 19.0 and not world.overlaps(begin, end, "stop")
+    kills = sum(fault.kind == "kill" for fault in faults)
+    return kills == 1 and all(f.who == "engine-0" and f.kind in ("kill", "down") for f in faults)
+
+
+def _may_loop(world: "World") -> bool:
+    """Return whether closed loops are promised that nothing of theirs is refused.
+
+    They are alone with polite clients, no setting shortens waits, and the workers were as fast as
+    they are.
+    """
+    kinds = {event.kind for event in world.history.events}
+    others = kinds - {"loop", "polite", "reload", "bad_reload", "full_disk", "clock_jump"}
+    return not others and not world.history.settings
+
+
+def check_exit(world: "World", code: int) -> None:
+    """Check the exit code: 1 only of a dead engine."""
+    now = world.kernel.now
+    if code == 2:
+        if not world.overlaps(now - 1.0, now, "bad version"):
+            world.fails("the process did not start")
+        return
+    # A run that began while the engine was slow may take minutes, and then counts as hung.
+    if code == 1 and not world.overlaps(
+        now - 120.0, now, "hang", "broken", "stop", "slow", "errors"
+    ):
+        world.fails("the process ended with 1 without a reason")
+
+
+def check_readiness(world: "World", began: float, status: int) -> None:
+    """Check that a server is ready unless a fault says otherwise."""
+    now = world.kernel.now
+    if "max_connections" in dict(world.history.settings):
+        return
+    if status != 200 and not world.overlaps(began - 1.0, now, "stop", *ENDS):
+        world.fails(f"readiness is {status} without a reason")
+
+
+def check_snapshots(world: "World") -> None:
+    """Check that at most two versions have threads."""
+    threads = [t for one in world.kernel.processes if one.is_alive for t in one.threads]
+    watchdogs = sum(thread.name == "watchdog" for thread in threads)
+    if watchdogs > 2:
+        world.fails(f"{watchdogs} engines are open")
+
+
+def check_accounts(world: "World") -> None:
+    """Check that nothing is held when all clients have gone; a canary may run for a moment."""
+    for _ in range(800):  # a run may go on whose requests have ended
+        held = {name: number for name, number in _held(world).items() if number}
+        if not held:
+            return
+        world.kernel.sleep(0.1)
+    world.fails(f"something is held at the end: {held}")
+
+
+def _held(world: "World") -> dict[str, int]:
+    """Return what the accounts of the server hold."""
+    server, held = world.server, Counter[str]()
+    for queue in server.schedulers():
+        fair = queue._queue
+        held["queue"] += fair.tokens + len(fair._clients) + len(fair.lines)
+        held["demand"] += len(fair.demand._tokens)
+        held["requests of clients"] += len(queue._activity.requests)
+        held["workers on long texts"] += len(queue._on_long_texts)
+        held["watched runs"] += len(queue._watchdog._runs)
+    for process, (service, http) in server.services.items():
+        if not process.is_alive:
+            continue
+        for model in service.snapshot.by_name.values():
+            for link in getattr(model.queue, "_links", ()):
+                held["requests to engines"] += link.tokens + len(link._pending)
+        limits = service._limits
+        for budget in (limits.bodies, limits.answers, limits.writers):
+            held[budget._what] += budget._held + len(budget._holds) + len(budget._waiting)
+        starts = service._starts
+        held["starts"] += starts.waiting + len(starts.unsubmitted) + len(starts._lines)
+        held["refused"] += len(service._returns.refused)
+        table, state = http._table, http.server_state
+        held["connections"] += table._open + len(table._by_address) + len(table.idle)
+        held["protocols"] += len(state.connections) + len(state.tasks)
+        held["running"] += service.snapshot.running + service._metrics.in_flight
+        held["work"] += len(service._work)
+    return held
+
+
+def check_history(world: "World") -> None:
+    """Check what only the whole history shows."""
+    for asked in world.requests:
+        if asked.ended is None:
+            world.fails(f"never ended: {asked}")
+    check_bulk(world)
+    check_polite(world)
+    check_returns(world)
+
+
+def check_polite(world: "World") -> None:
+    """Check that a polite client is seldom refused: one in ten requests, and two."""
+    if (
+        _longest_run_s(world)
+        > dict(world.history.settings).get("request_timeout_ms", 30_000) / 5000
+    ):
+        return
+    for address in {asked.address for asked in world.requests if asked.kind == "polite"}:
+        statuses = [asked.status for asked in world.requests if asked.address == address]
+        if (refused := statuses.count(429)) > 2 + len(statuses) / 10:
+            world.fails(f"a polite client has {refused} of {len(statuses)} requests refused")
+
+
+def check_waiting(world: "World", passed_s: float) -> None:
+    """Check that a refused request does not wait as told while there is room for it."""
+    queues, limits, now = world.server.schedulers(), world.server.waits, world.kernel.now
+    for asked in world.waiting if len(queues) == 1 else ():
+        # A line of long texts moves by seconds, and the door takes spaces in a body for tokens.
+        is_short = KINDS[asked.kind].words[1] < 100 and not KINDS[asked.kind].padding
+        was_slower = world.overlaps((asked.ended or now) - 20.0, now, "slow", "stop", *ENDS)
+        if not is_short or was_slower or "per minute" in asked.error:
+            continue
+        tokens = sum(len(text.split()) + 2 for text in asked.texts)
+        line = LineKey.of(tokens, asked.limit_s)
+        wait = queues[0].expected_wait(world.server.client(asked.address), line, tokens)
+        if limits.excess_s(wait, asked.limit_s, share=0.5) <= 0:
+            asked.room_s += passed_s
+            if asked.room_s > ROOM_S:
+                world.fails(f"told to wait {asked.told_s:.1f} s although there is room: {asked}")
+
+
+def check_returns(world: "World") -> None:
+    """Check that most of the requests are admitted that come back as they were told."""
+    if world.overlaps(0.0, world.kernel.now, "slow", "stop", "errors", *ENDS[1:]):
+        return
+    if "max_connections" in dict(world.history.settings):
+        return
+    back = [asked.status for asked in world.requests if asked.returns and asked.kind != "bulk"]
+    if (refused := back.count(429)) > 5 + len(back) / 2:
+        world.fails(f"{refused} of {len(back)} requests that came back as told are refused again")
+
+
+def check_bulk(world: "World") -> None:
+    """Check that a tenth of the tokens are of bulk requests while these wait.
+
+    Two batches and the longest text may run before the first bulk batch.
+    """
+    waited = owed = 0.0
+    for run in world.server.runs:
+        if not run.bulk_waits:
+            waited = owed = 0.0
+            continue
+        waited += run.tokens
+        owed = max(0.0, owed + 0.1 * run.tokens - run.bulk_tokens)
+        if owed > 3 * 512:
+            world.fails(
+                f"bulk requests are owed {owed:.0f} of {waited:.0f} tokens at {run.ended:.3f}"
+            )
+            return

@@ -1,0 +1,306 @@
+"""The server of a world: the real service with engines whose runs take simulated time."""
+
+import math
+import shutil
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+
+from cloze.model_store import Bundle, Store
+from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.heads import ArrayResult
+from cloze.model_store.manifest import BundleSpec, Precision
+from cloze.service.batching.admission import WaitLimits
+from cloze.service.batching.scheduler import Scheduler
+from cloze.service.core import Device
+from cloze.service.errors import StartupError
+from cloze.service.server.process import answer_http
+from cloze.service.service import Service, single_process
+from cloze.service.settings import Settings
+from cloze.service.tasks import TASKS
+from tests.support import task_model
+from tests.support.world.kernel import Kernel, Process
+from tests.support.world.network import Listener, Loop
+
+NOISE = (0.93, 0.96, 0.97, 0.98, 0.99, 1.0, 1.01, 1.02, 1.04, 1.08, 1.16, 1.4)
+"""Durations of runs over their median, the quantiles of one run in twelve."""
+
+POISON, BULK = "war", "moon"
+"""Words of texts: one that the engine cannot run, and one that marks bulk requests."""
+
+WORDS = [word for word in task_model.VOCABULARY if word.isalpha() and word not in (POISON, BULK)]
+
+_MOST_TOKENS, _GOLDEN_TOKENS = 4096, 8
+
+
+def publish(root: Path, *, is_bad: bool = False) -> str:
+    """Publish the next version of the model, without weights; return its full name.
+
+    The engine of a bad version does not open.
+    """
+    embedding = {"dimensions": 4, "pooling": "mean", "normalize": False, "max_tokens": _MOST_TOKENS}
+    architecture = task_model.manifest().architecture.model_dump() | {"max_positions": _MOST_TOKENS}
+    described = task_model.manifest(
+        name="world", tasks=("embed",), heads={}, embedding=embedding, architecture=architecture,
+        limits={"max_tokens": _MOST_TOKENS}, license="bad" if is_bad else None,
+    )  # fmt: skip
+    fields = {name: getattr(described, name) for name in BundleSpec.model_fields}
+    store = Store(root)
+    with store.staging() as folder:
+        for file in described.files:
+            (folder / file).write_text("world")
+        task_model.CONTEXT.tokenizer._backend.save(str(folder / "tokenizer.json"))
+        return store.publish(folder, BundleSpec(**fields)).manifest.reference
+
+
+def vector(text: str, version: int) -> list[float]:
+    """Return the vector that the engine of a version gives for a text."""
+    ids = [task_model.CLS, *map(task_model.ID.__getitem__, text.split()), task_model.SEP]
+    return _vector(np.array(ids), version).tolist()
+
+
+def _vector(ids: Any, version: int) -> Any:
+    order = ids @ np.arange(len(ids)) % 65_521  # exact as float32
+    return np.array([ids.sum(), order, len(ids), version], np.float32)
+
+
+@dataclass
+class Costs:
+    """What runs cost, and how they fail at present.
+
+    Attributes:
+        tokens_per_s: of one worker, at the recorded noise.
+        overhead_s: of each run.
+        slowness: factor of each run.
+        error_share: share of the runs that raise.
+        hangs: number of runs that will begin and not end.
+        is_broken: whether the golden outputs are wrong, so that runs raise too.
+    """
+
+    tokens_per_s: float
+    overhead_s: float = 0.002
+    slowness: float = 1.0
+    error_share: float = 0.0
+    hangs: int = 0
+    is_broken: bool = False
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of an engine: when it ended, its tokens, those of bulk requests, and their waiting."""
+
+    ended: float
+    tokens: int
+    bulk_tokens: int
+    bulk_waits: bool
+
+
+class Engine:
+    """An engine whose runs sleep in simulated time; see `cloze.service.core.Engine`."""
+
+    device, precision, reason = Device.CPU, Precision.FP32, "it is simulated"
+    supports_varlen, adapters = False, None
+
+    def __init__(self, server: "Server", bundle: Bundle) -> None:
+        self._server, self.version = server, bundle.manifest.version
+        self._kernel, self._costs = server.kernel, server.costs
+        self._has_run = self._has_probed = False
+
+    def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
+        """Return the vectors of the encodings after the time of the run."""
+        kernel, costs, random = self._kernel, self._costs, self._kernel.random
+        tokens = sum(len(encoding) for encoding in batch)
+        self._hang(tokens, known=self._has_run)
+        self._has_run = True
+        seconds = costs.overhead_s + tokens / costs.tokens_per_s
+        kernel.sleep(seconds * costs.slowness * random.choice(NOISE))
+        poison = task_model.ID[POISON]
+        if costs.is_broken or random.random() < costs.error_share:
+            raise RuntimeError("the device fails")
+        if any(poison in encoding.input_ids for encoding in batch):
+            raise RuntimeError("a poisoned encoding")
+        bulk = sum(len(e) for e in batch if task_model.ID[BULK] in e.input_ids)
+        self._server.ran(tokens, bulk)
+        return [{"embedding": ArrayResult(_vector(e.input_ids, self.version))} for e in batch]
+
+    def _hang(self, tokens: int, *, known: bool) -> None:
+        """Never return, if this run is to hang; `known`: whether such a run was measured."""
+        costs, server = self._costs, self._server
+        if costs.hangs:
+            costs.hangs -= 1
+            run_s = 1.5 * costs.slowness * (costs.overhead_s + tokens / costs.tokens_per_s)
+            server.hung = self
+            server.dead_at = self._kernel.now + 10 * (run_s if known else 6.0) + 8.0
+            server.noted("hangs", "engine", tokens)
+            self._kernel.park()
+
+    def probe(self) -> None:
+        """Run the golden outputs."""
+        self._hang(_GOLDEN_TOKENS, known=self._has_probed)
+        self._kernel.sleep(self._costs.overhead_s + _GOLDEN_TOKENS / self._costs.tokens_per_s)
+        if self._costs.is_broken:
+            raise RuntimeError("other golden outputs")
+        self._has_probed = True
+
+
+@dataclass
+class Server:
+    """The server of a world in one process, which starts again when its process has ended.
+
+    Attributes:
+        turn_s: processor time of the event loop per callback.
+        noted: called with what a process did, its name, and a value.
+        failed: called with an error that no code handles.
+        keys: the API keys, and whether each has a limit; none: no key is needed.
+        downtime_s: seconds until the process starts again.
+        listener: the socket to which clients connect.
+        process: the process that a signal to the server reaches.
+        services: the service and the HTTP server of each process that answers HTTP.
+        is_ready: whether the server has begun to accept connections.
+        runs: what the engines have run.
+        measured_s: when the first run of the present engine ended; infinite before.
+        hung: the engine of the last run that hangs.
+        dead_at: when its process must have ended: ten times the run, 2 s, and some for the end.
+    """
+
+    kernel: Kernel
+    costs: Costs
+    turn_s: float
+    noted: Callable[..., None]
+    failed: Callable[[str], None]
+    settings: dict[str, Any]
+    keys: dict[str, bool]
+    downtime_s: float = 1.0
+    process: Process | None = None
+    services: dict[Process, tuple[Service, Any]] = field(default_factory=dict)
+    is_ready: bool = False
+    is_ending: bool = False
+    runs: list[Run] = field(default_factory=list)
+    measured_s: float = math.inf
+    hung: Engine | None = None
+    dead_at: float = math.inf
+
+    def __post_init__(self) -> None:
+        shared = Path("/dev/shm")
+        self.store = Path(mkdtemp(prefix="world-", dir=shared if shared.is_dir() else None))
+        publish(self.store / "models")
+        self.write_keys()
+        self.listener = Listener(self.kernel)
+        self.keeper = self.kernel.spawn(self._keep)
+
+    def write_keys(self) -> None:
+        """Write the keys of clients; a limited one may send 60 requests per minute."""
+        tables = [
+            f'[{name}]\nsha256 = "{sha256(name.encode()).hexdigest()}"\nscopes = ["inference"]\n'
+            f"{'requests_per_minute = 60' if limited else ''}\n"
+            for name, limited in self.keys.items()
+        ]
+        self.keys_file.write_text("\n".join(tables))
+
+    @property
+    def keys_file(self) -> Path:
+        return self.store / "keys.toml"
+
+    def remove(self) -> None:
+        shutil.rmtree(self.store)
+
+    def _keep(self) -> None:
+        """Start a process, again and again."""
+        while not self.is_ending:
+            self.process = process = self.kernel.process("server")
+            self.listener, self.measured_s = Listener(self.kernel), math.inf
+            self.kernel.spawn(self._serve, process, process=process)
+            process.ended.wait()
+            self.is_ready = False
+            self.noted("ended", "server", process.code)
+            self.listener.close()
+            if not self.is_ending:
+                self.kernel.sleep(self.downtime_s)
+
+    @property
+    def all_settings(self) -> Settings:
+        store = self.store / "models"
+        fixed = {"model_store": store, "host": "10.0.0.1", "allow_anonymous": True, "workers": 2}
+        if self.keys:
+            fixed["keys_file"] = self.keys_file
+        return Settings(**fixed, **self.settings)  # type: ignore[arg-type]
+
+    def _serve(self, process: Process) -> None:
+        """Serve as `serve_in_one_process` does."""
+        loop = Loop(self.kernel, process, self.turn_s, self.failed)
+        settings = self.all_settings
+        try:
+            service = single_process(settings, self.make_engine, {"embed": TASKS["embed"]})
+        except StartupError:
+            self.kernel.exit(2)
+        answering = answer_http(
+            service,
+            settings,
+            self.listener,
+            before_accepting=lambda: self.started("server"),  # type: ignore[arg-type]
+        )
+        self.services = {process: (service, process.handlers["server"])}
+        loop.run_until_complete(answering)
+        self.kernel.exit(0 if service.dead_reason is None else 1)
+
+    def started(self, name: str) -> None:
+        """Note that a process is ready."""
+        self.is_ready = True
+        self.noted("ready", name, None)
+
+    def make_engine(self, bundle: Bundle, *_: object) -> Engine:
+        """Open an engine in 0.1 to 0.3 s."""
+        self.kernel.sleep(0.1 + 0.2 * self.kernel.random.random())
+        if bundle.manifest.license == "bad":
+            raise StartupError("the golden outputs differ")
+        return Engine(self, bundle)
+
+    @cached_property
+    def waits(self) -> WaitLimits:
+        settings = self.all_settings
+        return WaitLimits.of(settings.max_queue_wait_ms, settings.request_timeout_ms)
+
+    def client(self, address: str) -> str:
+        """Return the name of a client in the service."""
+        return f"key:key-{address.rpartition('.')[2]}" if self.keys else address
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the server."""
+        if self.is_ready and self.process is not None and self.process.is_alive:
+            self.process.loop.signal(signal.SIGTERM)
+
+    def hang_up(self) -> None:
+        """Send SIGHUP to the server."""
+        if self.is_ready and self.process is not None and self.process.is_alive:
+            self.process.loop.signal(signal.SIGHUP)
+
+    def victim(self) -> Process | None:
+        """Return the process that a fault hits."""
+        return self.process
+
+    def engine_process(self) -> Process:
+        """Return the process whose engines run."""
+        assert self.process is not None
+        return self.process
+
+    def schedulers(self) -> list[Scheduler]:
+        """Return the schedulers of the models that are served now."""
+        return [
+            model.queue  # type: ignore[misc]
+            for process, (service, _) in self.services.items()
+            for model in service.snapshot.by_name.values()
+            if process.is_alive
+        ]
+
+    def ran(self, tokens: int, bulk: int) -> None:
+        """Record a run."""
+        waits = any(queue._queue.bulk_tokens > 0 for queue in self.schedulers())
+        self.measured_s = min(self.measured_s, self.kernel.now)
+        self.runs.append(Run(self.kernel.now, tokens, bulk, waits))

@@ -20,7 +20,9 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from hashlib import blake2b
 
-import msgspec
+import numpy as np
+import orjson
+from numpy.typing import NDArray
 
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.service.batching.fair_queue import LineKey, Queue, Submission, Terms
@@ -32,10 +34,6 @@ from cloze.service.threads import run_anywhere
 _INLINE_TOKENS = 1_024  # encodings of more are looked up, and kept, on a thread: 10 us each
 
 _ENTRY_BYTES, _ARRAY_BYTES = 400, 200  # of kept results besides their numbers
-
-
-_encode = msgspec.msgpack.Encoder(enc_hook=lambda array: array.tobytes()).encode
-"""Writes what makes encodings equal; different ones are different bytes."""
 
 
 class KeptResults:
@@ -91,6 +89,11 @@ def _copies(outputs: HeadOutputs) -> tuple[HeadOutputs, int]:
             size += _ARRAY_BYTES + array.nbytes
         copies[head] = type(result)(*arrays)
     return copies, size
+
+
+def _digest(array: NDArray[np.generic]) -> str:
+    """Return what stands for an array in a description."""
+    return blake2b(array.tobytes(), digest_size=16).hexdigest()
 
 
 @dataclass(slots=True, eq=False)
@@ -195,8 +198,12 @@ class EqualWork:
         """Return the keys of encodings, and the results that are kept of them."""
         keys = []
         for encoding in encodings:
-            arrays = encoding.input_ids, encoding.token_type_ids
-            whole = _encode((model, client, encoding.requests, *arrays))
+            # Requests are numbers, lists and arrays; JSON has no NUL.
+            described = orjson.dumps(
+                (model, client, encoding.requests), _digest, orjson.OPT_NON_STR_KEYS
+            )
+            arrays = encoding.input_ids.tobytes() + encoding.token_type_ids.tobytes()
+            whole = described + b"\0" + arrays
             keys.append(blake2b(whole, key=self._secret, digest_size=16).digest())
         return keys, self.kept.find(keys)
 

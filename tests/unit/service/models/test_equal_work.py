@@ -11,6 +11,7 @@ import pytest
 
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import ArrayResult
+from cloze.model_store.heads.entities import EntityRequest
 from cloze.service import errors
 from cloze.service.batching.admission import SchedulerLimits
 from cloze.service.batching.fair_queue import Submission, Terms
@@ -297,3 +298,18 @@ async def test_any_order_answers_as_if_nothing_was_shared(seed: int, max_bytes: 
     assert sum(not task.cancelled() and task.exception() is None for task, *_ in asked) > 200
     assert len(world.ran) < 0.9 * sum(len(texts) for _, texts, _ in asked)
     world.check_nothing_is_left()
+
+
+async def test_vectors_in_a_request_count_whole() -> None:
+    """Arrays of many numbers are shortened where Python shows them."""
+    vectors = np.random.default_rng(0).random((25, 512), np.float32)
+    other = vectors.copy()
+    other[12, 256] += 1
+    texts = [
+        Encoding(of(A).input_ids, of(A).token_type_ids, {"entities": EntityRequest([1], (), array)})
+        for array in (vectors, other, vectors.copy())
+    ]
+    world = World()
+    asked = await world.ask(*texts)
+    assert world.scheduler._queue.tokens == 2 * len(A)
+    asked.cancel()

@@ -5,7 +5,8 @@
 CHECKPOINT is a folder of gliner, and NAME its bundle in STORE with an int8 graph. PYTHON is an
 interpreter with gliner, fastapi and uvicorn. TEXTS is a file of JSON lines with tokens. The server
 of gliner takes up to 16 requests that wait as one batch of the library. Prints one row per load:
-requests per second of each server, then the ratios to the best of the library's servers.
+requests per second of each server with the server's processor time per request in ms, then the
+ratios of the rates to the best of the library's servers.
 """
 
 import asyncio
@@ -14,8 +15,10 @@ import json
 import lzma
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 import orjson
@@ -23,6 +26,7 @@ import orjson
 import cloze.bench
 from cloze.bench.http_client import Connection, post
 from cloze.bench.machine import describe_machine, processor_time, stolen_share
+from cloze.bench.processes import RunningServer
 from cloze.bench.servers import MeasuredServer
 from cloze.bench.subjects import MeasuredModel, cloze_server
 from cloze.service.tasks.entities import TASK
@@ -36,7 +40,27 @@ TEXTS = 64
 TURNS = 2
 
 APP = Path(cloze.bench.__path__[0]) / "apps" / "gliner_app.py"
-LIBRARY = {"torch": "gliner, torch", "onnx": "gliner, ONNX", "onnx-int8": "gliner, ONNX int8"}
+LIBRARY = {
+    "torch": "gliner, torch",
+    "onnx": "gliner, ONNX",
+    "onnx-int8": "gliner, ONNX int8",
+    "torch-int8": "gliner, torch int8",
+}
+
+
+class Figures(NamedTuple):
+    """Requests per second until the last answer, and processor time of the server per request."""
+
+    rate: float
+    cpu_ms: float
+
+
+class Load(NamedTuple):
+    """What the clients send, and how many they are."""
+
+    words: int
+    labels: int
+    clients: int
 
 
 def cut_texts(file: Path, words: int) -> list[str]:
@@ -57,14 +81,16 @@ def bodies(texts: Sequence[str], labels: int, threshold: float) -> list[bytes]:
     ]
 
 
-async def rate(url: str, requests: Sequence[bytes], clients: int, seconds: float) -> float:
-    """Return requests per second from the start until the last answer to requests of that time."""
+async def send_all(
+    server: RunningServer, requests: Sequence[bytes], clients: int, seconds: float
+) -> Figures:
+    """Send requests for some time, and wait for the last answer."""
     numbers, answered = itertools.count(), 0
-    started = time.perf_counter()
+    started, cpu_s = time.perf_counter(), server.cpu_s()
 
     async def client() -> None:
         nonlocal answered
-        connection = await Connection.connect(url)
+        connection = await Connection.connect(server.url)
         while time.perf_counter() - started < seconds:
             response = await connection.send(requests[next(numbers) % len(requests)])
             if response.status != 200:
@@ -75,15 +101,23 @@ async def rate(url: str, requests: Sequence[bytes], clients: int, seconds: float
     async with asyncio.TaskGroup() as tasks:
         for _ in range(clients):
             tasks.create_task(client())
-    return answered / (time.perf_counter() - started)
+    passed = time.perf_counter() - started
+    return Figures(answered / passed, (server.cpu_s() - cpu_s) / answered * 1000)
 
 
-async def entities(url: str, request: bytes) -> list[list[object]]:
-    """Return the places and labels that a server finds."""
-    connection = await Connection.connect(url)
-    found = orjson.loads((await connection.send(request)).body)
-    await connection.close()
-    return [[one["start"], one["end"], one["label"]] for one in found]
+def measure(
+    servers: Mapping[str, RunningServer], load: Load, sent: Sequence[bytes], seconds: float
+) -> dict[str, Figures]:
+    """Return the medians of each server's turns; the servers take turns, after a first for each."""
+    turns: dict[str, list[Figures]] = {name: [] for name in servers}
+    # A batch of the slowest server takes longer than all turns of one client.
+    for _, name in itertools.product(range(1 + TURNS if load.clients == 1 else 1), servers):
+        figures = asyncio.run(send_all(servers[name], sent, load.clients, seconds))
+        turns[name].append(figures)
+    return {
+        name: Figures(*map(statistics.median, zip(*all_[-TURNS:], strict=True)))
+        for name, all_ in turns.items()
+    }
 
 
 @click.command()
@@ -111,7 +145,7 @@ def main(
     threshold: float,
     seconds: float,
 ) -> None:
-    """Measure all servers, one after the other."""
+    """Measure all servers in turn."""
     servers = [
         cloze_server(f"Cloze {precision}", MeasuredModel(name, store, TASK, precision))
         for precision in ("fp32", "int8")
@@ -126,36 +160,23 @@ def main(
         for backend in backends.split(",")
     ]
     loads = [
-        tuple(map(int, one))
+        Load(*map(int, one))
         for one in itertools.product(words.split(","), labels.split(","), clients.split(","))
     ]
-    requests = {load: bodies(cut_texts(texts, load[0]), load[1], threshold) for load in loads}
-    rates: dict[tuple[str, tuple[int, ...]], list[float]] = {}
-    answers: dict[str, list[object]] = {}
+    requests = {one: bodies(cut_texts(texts, one.words), one.labels, threshold) for one in loads}
     before = processor_time()
-    for server in servers:
-        with server.start() as running:
-            answers[server.name] = [
-                asyncio.run(entities(running.url, requests[load][0])) for load in loads
-            ]
-            for load in loads:
-                asyncio.run(rate(running.url, requests[load], load[2], seconds / 3))
-            for _, load in itertools.product(range(TURNS), loads):
-                figure = asyncio.run(rate(running.url, requests[load], load[2], seconds))
-                rates.setdefault((server.name, load), []).append(figure)
-            print(f"{server.name}: {running.pss_mb():.0f} MB", flush=True)
-    machine = describe_machine(2)
-    stolen = stolen_share(before, processor_time())
-    print(f"{machine['processor']} ({machine['instructions']}), {stolen:.0%} stolen")
-    equal = [answers[servers[0].name] == answers[one.name] for one in servers[2:]]
-    print(f"entities of the first texts equal to those of fp32: {equal}, {answers}"[:300])
     print("| words, labels, clients |", " | ".join(one.name for one in servers), "| fp32 | int8 |")
-    for load in loads:
-        figures = [statistics.median(rates[one.name, load]) for one in servers]
-        best = max(figures[2:])
-        ratios = f"{figures[0] / best:.2f} | {figures[1] / best:.2f}"
-        row = " | ".join(f"{figure:.3g}" for figure in figures)
-        print(f"| {', '.join(map(str, load))} | {row} | {ratios} |", flush=True)
+    with ExitStack() as stack:
+        running = {one.name: stack.enter_context(one.start()) for one in servers}
+        for load in loads:
+            results = list(measure(running, load, requests[load], seconds).values())
+            cells = " | ".join(f"{one.rate:.3g} ({one.cpu_ms:.3g})" for one in results)
+            best = max(one.rate for one in results[2:])
+            ratios = " | ".join(f"{ours.rate / best:.2f}" for ours in results[:2])
+            print(f"| {', '.join(map(str, load))} | {cells} | {ratios} |", flush=True)
+        print("MB", {name: round(server.pss_mb()) for name, server in running.items()})
+    machine, stolen = describe_machine(2), stolen_share(before, processor_time())
+    print(f"{machine['processor']} ({machine['instructions']}), {stolen:.0%} stolen")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 One thread answers all requests that wait, up to 16, in one batch of the library, as gliner.serve
 does. Requests of a batch need the same labels; those of the benchmark have them.
 
-    python gliner_app.py CHECKPOINT {torch|onnx|onnx-int8} PORT
+    python gliner_app.py CHECKPOINT {torch|torch-int8|onnx|onnx-int8} PORT
 """
 
 import queue
@@ -38,8 +38,9 @@ class Inputs(BaseModel):
 
 def load(checkpoint: str, backend: str) -> GLiNER:
     """Return the model; the first time, the library exports it."""
-    if backend == "torch":
-        return GLiNER.from_pretrained(checkpoint, local_files_only=True)
+    if backend.startswith("torch"):
+        quantize = "int8" if backend == "torch-int8" else None
+        return GLiNER.from_pretrained(checkpoint, local_files_only=True, quantize=quantize)
     if not (Path(checkpoint) / FILES[backend]).exists():
         plain = GLiNER.from_pretrained(checkpoint, local_files_only=True)
         plain.export_to_onnx(checkpoint, quantize=True)

@@ -29,6 +29,7 @@ from cloze.bench.machine import describe_machine, processor_time, stolen_share
 from cloze.bench.processes import RunningServer
 from cloze.bench.servers import MeasuredServer
 from cloze.bench.subjects import MeasuredModel, cloze_server
+from cloze.model_store.manifest import Precision
 from cloze.service.tasks.entities import TASK
 
 LABELS = (
@@ -148,7 +149,7 @@ def main(
     """Measure all servers in turn."""
     servers = [
         cloze_server(f"Cloze {precision}", MeasuredModel(name, store, TASK, precision))
-        for precision in ("fp32", "int8")
+        for precision in (Precision.FP32, Precision.INT8)
     ]
     servers += [
         MeasuredServer(

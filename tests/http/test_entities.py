@@ -69,6 +69,19 @@ def test_the_entities_are_those_of_the_library(client: TestClient, kind: str) ->
     assert found > 50
 
 
+def test_front_ends_give_the_same_entities(store: Path, client: TestClient) -> None:
+    body = {
+        "inputs": [TEXT, "", "Rain in Paris"],
+        "parameters": {"labels": LABELS, "threshold": 0.05},
+    }
+    with running_server(store, "--model", "span", "--frontends", "2") as server:
+        answers = [httpx.post(f"{server.url}/entities", json=body).json() for _ in range(4)]
+    expected = ask(client, body["inputs"], threshold=0.05)
+    assert expected[0]
+    for answer in answers:
+        assert answer == expected
+
+
 def test_texts_of_one_request_are_answered_like_each_alone(client: TestClient) -> None:
     texts = [case.text for case in gliner.cases("projected")]
     answers = ask(client, [*texts, ""], "projected", threshold=0.1)
@@ -353,28 +366,52 @@ def test_presidio_and_spacy(store: Path, client: TestClient, tmp_path: Path) -> 
     assert found["empty"] == 0
 
 
-@pytest.mark.slow
-def test_checkpoints_of_other_seeds(tmp_path: Path) -> None:
-    """Checkpoints that are not committed come out as in the library."""
+def check_like_library(folder: Path, kinds: tuple[str, ...], seed: int = 0) -> int:
+    """Export checkpoints that are not committed, and compare what they find with the library.
+
+    Returns the most tokens of a text.
+    """
+    store, longest = Store(folder / f"store-{seed}-{kinds[0]}"), 0
+    for kind in kinds:
+        gliner.export_kind(kind, store, folder, seed)
+    service = single_process(load_settings({"model_store": store.root}))
+    with TestClient(service, base_url="http://localhost") as client:
+        for kind in kinds:
+            for case in gliner.cases(kind, folder, seed):
+                unique = list(dict.fromkeys(case.labels))
+                longest = max(longest, len(case.ids))
+                for threshold, flat, multi, expected in case.decodings:
+                    answer = ask(
+                        client, case.text, kind, labels=case.labels, threshold=threshold,
+                        flat_ner=flat, multi_label=multi,
+                    )  # fmt: skip
+                    places = [[e["start"], e["end"], unique.index(e["label"])] for e in answer]
+                    assert places == expected, (kind, seed, case.text)
+    return longest
+
+
+def make_checkpoints(folder: Path, *arguments: str) -> None:
+    """Run the script that makes checkpoints and records what the library finds."""
     if not LIBRARY.exists():
         pytest.skip(f"no {LIBRARY}: run scripts/gliner-environment")
-    script = LIBRARY.parents[3] / "scripts/gliner-fixtures"
-    command = [str(LIBRARY), str(script), str(tmp_path), "--seeds", "3"]
+    command = [str(LIBRARY), str(ROOT / "scripts/gliner-fixtures"), str(folder), *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_checkpoints_of_other_seeds(tmp_path: Path) -> None:
+    make_checkpoints(tmp_path, "--seeds", "3")
     for seed in (1, 2):
-        store = Store(tmp_path / f"store-{seed}")
-        for kind in gliner.KINDS:
-            gliner.export_kind(kind, store, tmp_path, seed)
-        service = single_process(load_settings({"model_store": store.root}))
-        with TestClient(service, base_url="http://localhost") as client:
-            for kind in gliner.KINDS:
-                for case in gliner.cases(kind, tmp_path, seed):
-                    unique = list(dict.fromkeys(case.labels))
-                    for threshold, flat, multi, expected in case.decodings:
-                        answer = ask(
-                            client, case.text, kind, labels=case.labels, threshold=threshold,
-                            flat_ner=flat, multi_label=multi,
-                        )  # fmt: skip
-                        places = [[e["start"], e["end"], unique.index(e["label"])] for e in answer]
-                        assert places == expected, (kind, seed, case.text)
+        check_like_library(tmp_path, gliner.KINDS, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_families_of_encoders_and_long_texts(tmp_path: Path) -> None:
+    """mDeBERTa, Ettin and a NuNER Zero read more than 520 tokens; the others fewer."""
+    long, short = ("mdeberta", "ettin", "nuner-zero"), ("modernbert", "bert")
+    make_checkpoints(tmp_path, "--long", "--kinds", *long)
+    make_checkpoints(tmp_path, "--kinds", *short)
+    assert check_like_library(tmp_path, long) > 520
+    check_like_library(tmp_path, short)

@@ -105,4 +105,4 @@ def projected(pooling: Pooling = Pooling.MEAN) -> EmbeddingRecipe:
 
 def checkpoint(made: Model, recipe: EmbeddingRecipe) -> Any:
     """Return what verification needs of a checkpoint."""
-    return SimpleNamespace(model=made, recipe=recipe, tokenizer=TOKENIZER)
+    return SimpleNamespace(model=made, recipe=recipe, tokenizer=TOKENIZER, options={})

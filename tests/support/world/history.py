@@ -2,13 +2,12 @@
 
 import hashlib
 import random
-import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.support.world import promises
-from tests.support.world.clients import KINDS, Asked, Client, probe
+from tests.support.world.clients import KINDS, Asked, Client, key_name, probe
 from tests.support.world.kernel import START_S, Kernel, installed
 from tests.support.world.processes import Supervised, processes_installed
 from tests.support.world.server import Costs, Server, publish
@@ -43,6 +42,7 @@ class History:
         tokens_per_s: of one worker of the engine.
         turn_s: processor time of the event loop per callback.
         front_ends: whether a supervisor runs an engine process and two front ends.
+        has_keys: whether clients have API keys.
         settings: of the server.
     """
 
@@ -52,13 +52,14 @@ class History:
     tokens_per_s: float
     turn_s: float = 0.0
     front_ends: bool = False
+    has_keys: bool = False
     settings: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
         lines = "\n".join(f"  {event}" for event in self.events)
         return (
             f"seed {self.seed}: {self.seconds:g} s, {self.tokens_per_s:.0f} tokens per second, "
-            f"{self.turn_s * 1e6:.0f} us per callback, {'front ends, ' * self.front_ends}settings {dict(self.settings)}\n{lines}"
+            f"{self.turn_s * 1e6:.0f} us per callback, {'front ends, ' * self.front_ends}{'keys, ' * self.has_keys}settings {dict(self.settings)}\n{lines}"
         )
 
 
@@ -101,7 +102,8 @@ def drawn(seed: int) -> History:
         settings["request_timeout_ms"] = draw.choice((4000, 10_000))
     turn_s = draw.choice((0.0, 0.0, 20e-6, 200e-6))
     front_ends, given = draw.random() < 0.3, tuple(settings.items())
-    return History(seed, tuple(sorted(events)), seconds, rate, turn_s, front_ends, given)
+    keys = draw.random() < 0.3
+    return History(seed, tuple(sorted(events)), seconds, rate, turn_s, front_ends, keys, given)
 
 
 @dataclass(frozen=True)
@@ -123,8 +125,6 @@ class World:
         faults: what was done to the server, and what its process did.
         readiness: (time, status) of each probe of /readyz.
     """
-
-    keys: dict[str, str] = {}
 
     def __init__(self, history: History) -> None:
         self.history = history
@@ -168,9 +168,6 @@ class World:
         self.note(str(asked))
         promises.check_answer(self, asked)
 
-    def key_of(self, address: str) -> str:
-        return self.keys[address]
-
     def begin_fault(self, kind: str, seconds: float = float("inf"), who: str = "") -> None:
         self.note(f"fault {kind} {who}")
         self.faults.append(Fault(kind, self.kernel.now, self.kernel.now + seconds, who))
@@ -188,8 +185,8 @@ class World:
     def _server_noted(self, what: str, name: str, value: Any) -> None:
         self.note(f"{name} {what} {value}")
         if what == "ready":
-            self.end_faults("down", who=name)
-            self.end_faults("kill", "drain")
+            self.end_faults("down", "kill", who=name)
+            self.end_faults("drain")
         elif what == "ended":
             self.begin_fault("down", who=name)
             promises.check_exit(self, value)
@@ -207,7 +204,7 @@ class World:
                 self.begin_fault("down", who=name)
             self.server = made(
                 self.kernel, Costs(history.tokens_per_s), history.turn_s, self._server_noted,
-                self.fails, dict(history.settings),
+                self.fails, dict(history.settings), self._keys(),
             )  # fmt: skip
             try:
                 self.kernel.spawn(self._direct)
@@ -216,6 +213,11 @@ class World:
                     self.fails("the history does not end")
             finally:
                 self.server.remove()
+
+    def _keys(self) -> dict[str, bool]:
+        """Return the keys of the clients; those that state time limits have a limit of requests."""
+        events = enumerate(self.history.events) if self.history.has_keys else ()
+        return {key_name(f".{number}"): event.kind == "limited" for number, event in events}
 
     def _direct(self) -> None:
         """Start the clients and the faults in their time, and end the server."""
@@ -299,7 +301,8 @@ class World:
             self.kernel.sleep(0.05)
         process = self.server.engine_process()
         began = self.kernel.now
-        while process.is_alive and self.kernel.now < began + promises.DEAD_S:
+        self.server.hung, self.server.dead_at = None, began + promises.DEAD_S
+        while process.is_alive and self.kernel.now < self.server.dead_at:
             process.ended.wait(1.0)
             queues = self.server.schedulers()
             if self.server.hung and all(q._engine is not self.server.hung for q in queues):
@@ -318,7 +321,7 @@ class World:
     def _kill(self, _: float) -> None:
         process = self.server.victim()
         if process is not None:
-            self.begin_fault("kill")
+            self.begin_fault("kill", who=process.name)
             self.kernel.kill(process)
 
     def _reload(self, _: float) -> None:
@@ -336,14 +339,16 @@ class World:
         self.end_faults("bad version")
 
     def _full_disk(self, _: float) -> None:
-        """Reload while the files of a new version are cut off."""
+        """Reload while the files of a new version, and the keys, are cut off."""
         self.begin_fault("bad version")
         reference = publish(self.server.store / "models")
         name, _, version = reference.partition("@")
         folder = self.server.store / "models" / name / version
         (folder / "golden.json").write_text("")
+        self.server.keys_file.write_text("[key-0]\nsha256 =")
         self.server.hang_up()
         self.kernel.sleep(2.0)
+        self.server.write_keys()
         publish(self.server.store / "models")
         self.end_faults("bad version")
 

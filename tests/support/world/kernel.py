@@ -16,12 +16,14 @@ import itertools
 import random
 import sys
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 from greenlet import GreenletExit, greenlet
 
 from cloze.service import clock, service, threads
@@ -85,6 +87,12 @@ class Thread:
             self.process.threads.pop(self, None)
             self._ended.set()
 
+    @property
+    def is_worker(self) -> bool:
+        """Whether it may be preempted: an event loop goes on until it waits."""
+        loop = self.process.loop
+        return loop is not None and loop.thread is not self and not self.kernel.is_reaping
+
     def join(self, timeout: float | None = None) -> None:
         self._ended.wait(timeout)
 
@@ -111,12 +119,16 @@ class Kernel:
         self.on_error: Callable[[str], None] = print
         self.is_reaping = False
         self.processes: list[Process] = []
-        self.replaced = Replaced()
+        self.replaced = pytest.MonkeyPatch()
         self.named: dict[str, Any] = {}  # listening sockets by path
         self._timers: list[tuple[float, int, Thread | None, Any]] = []
         self._serials = itertools.count()
         Thread.kernel = Lock.kernel = Event.kernel = self
         self.outside = self.current = Thread(lambda: None, "outside", process=self.process("world"))
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Let an attribute of a module or an object be another one until the world ends."""
+        self.replaced.setattr(owner, name, value, raising=False)
 
     def process(self, name: str) -> Process:
         self.processes.append(Process(name))
@@ -217,17 +229,16 @@ class Kernel:
     def close(self) -> None:
         """Unwind the threads that are left; nothing that they do has an effect."""
         self.is_reaping = True
-        for process in self.processes:
-            process.is_alive = False
-            for thread in [*process.threads]:
-                if thread.greenlet:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # coroutines that never began
+            for process in self.processes:
+                process.is_alive = False
+                for thread in [*process.threads]:
                     self.current = thread
-                    try:
-                        thread.greenlet.throw(GreenletExit)
-                    except Exception:  # what a thread does at its end is not part of the history
-                        pass
-            if process.loop is not None:
-                process.loop.discard()
+                    with suppress(Exception):
+                        cast(greenlet, thread.greenlet).throw(GreenletExit)
+                if process.loop is not None:
+                    process.loop.discard()
         self.current = self.outside
 
 
@@ -244,11 +255,8 @@ class Lock:
         kernel = self.kernel
         thread = kernel.current
         if self._owner is not thread:
-            # A worker may be preempted before it gets the lock; an event loop goes on.
-            if kernel.ready and thread is not kernel.outside and thread.process.loop is not None:
-                if thread is not thread.process.loop.thread and not kernel.is_reaping:
-                    if kernel.random.random() < _PREEMPTED:
-                        kernel.let_others_run()
+            if kernel.ready and thread.is_worker and kernel.random.random() < _PREEMPTED:
+                kernel.let_others_run()
             while self._owner is not None and not kernel.is_reaping:
                 kernel.sleep(1e-6)
             self._owner = thread
@@ -266,14 +274,6 @@ class Lock:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def release_all(self) -> int:
-        count, self._count, self._owner = self._count, 0, None
-        return count
-
-    def acquire_again(self, count: int) -> None:
-        self.acquire()
-        self._count = count
-
 
 class Condition:
     """A condition of simulated threads; it wakes them in the order in which they began to wait."""
@@ -281,8 +281,6 @@ class Condition:
     def __init__(self, lock: Lock | None = None) -> None:
         self._lock = lock or Lock()
         self._waiting: deque[Thread] = deque()
-        self.acquire, self.release = self._lock.acquire, self._lock.release
-        self.__enter__ = self._lock.__enter__
 
     def __enter__(self) -> bool:
         return self._lock.acquire()
@@ -294,13 +292,14 @@ class Condition:
         kernel = self._lock.kernel
         thread = kernel.current
         self._waiting.append(thread)
-        count = self._lock.release_all()
+        count, self._lock._count, self._lock._owner = self._lock._count, 0, None
         try:
             woken = kernel.park(timeout)
         finally:
             if thread in self._waiting:
                 self._waiting.remove(thread)
-            self._lock.acquire_again(count)
+            self._lock.acquire()
+            self._lock._count = count
         return woken
 
     def notify(self, n: int = 1) -> None:
@@ -393,33 +392,14 @@ class LoopThreads:
             raise asyncio.CancelledError
 
 
-class Replaced:
-    """Attributes of modules and objects that are others while a world exists."""
-
-    def __init__(self) -> None:
-        self._before: list[tuple[Any, str, Any]] = []
-
-    def __call__(self, owner: Any, name: str, value: Any) -> None:
-        self._before.append((owner, name, owner.__dict__.get(name)))
-        setattr(owner, name, value)
-
-    def undo(self) -> None:
-        for owner, name, value in reversed(self._before):
-            if value is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
-        self._before.clear()
-
-
 @contextmanager
 def installed(kernel: Kernel) -> Iterator[None]:
     """Let all modules of the service use the clock and the threads of a kernel."""
-    replace = kernel.replaced
+    replace = kernel.replace
     for name, module in [*sys.modules.items()]:
-        if name.startswith("cloze.service") and module is not clock:
-            if module.__dict__.get("threading") is threading:
-                replace(module, "threading", Threading())
+        uses_threads = getattr(module, "threading", None) is threading and module is not clock
+        if name.startswith("cloze.service") and uses_threads:
+            replace(module, "threading", Threading())
     replace(clock.CLOCK, "monotonic", lambda: kernel.now)
     replace(clock.CLOCK, "wall", lambda: kernel.now + kernel.wall_s)
     replace(clock.CLOCK, "sleep", kernel.sleep)
@@ -439,7 +419,7 @@ def installed(kernel: Kernel) -> Iterator[None]:
         yield
     finally:
         kernel.close()
-        replace.undo()
+        kernel.replaced.undo()
         random.setstate(state)
         if was_collecting:
             gc.enable()

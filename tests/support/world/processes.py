@@ -4,6 +4,7 @@ The supervisor, the front ends and the engine processes are the real code, each 
 its own. A file descriptor is a number in `System`.
 """
 
+import math
 import os
 import signal
 import subprocess
@@ -165,14 +166,17 @@ class Supervised(Server):
             made.number = system.descriptor(SharedListener(made))
             return made
 
-        replace = kernel.replaced
-        for module in (children, engine_process, frontend):
+        replace = kernel.replace
+        for module in (children, engine_process):
             replace(module, "os", system)
         replace(children, "subprocess", system)
         replace(engine_process, "socket", system)
         replace(frontend, "socket", system)
         replace(supervisor, "listen_for_front_ends", listen_for_front_ends)
-        main = supervisor.Supervisor(self.all_settings, listener, self.store)  # type: ignore[arg-type]
+        try:
+            main = supervisor.Supervisor(self.all_settings, listener, self.store)  # type: ignore[arg-type]
+        except StartupError:
+            kernel.exit(2)
         process.at_end["children"] = self._kill_children
         kernel.exit(loop.run_until_complete(main.run()))
 
@@ -214,7 +218,7 @@ class Supervised(Server):
 @contextmanager
 def processes_installed(kernel: Kernel, server: Callable[[], Server]) -> Iterator[None]:
     """Let the service use simulated signals and processes, and note what it makes."""
-    replace = kernel.replaced
+    replace = kernel.replace
     signals = Signals(kernel)
     replace(server_process, "signal", signals)
     replace(uvicorn.server, "signal", signals)
@@ -241,6 +245,7 @@ def processes_installed(kernel: Kernel, server: Callable[[], Server]) -> Iterato
             supervised = server()
             assert isinstance(supervised, Supervised)
             supervised.engines = {kernel.current.process: self.queues}  # type: ignore[dict-item]
+            supervised.measured_s = math.inf
             supervised.noted("ready", kernel.current.process.name, None)
 
     def answer(service: Any, settings: Any, listener: Any, before_accepting: Any) -> Any:
@@ -263,7 +268,7 @@ def processes_installed(kernel: Kernel, server: Callable[[], Server]) -> Iterato
     replace(engine_process, "EngineServer", EngineServer)
     replace(engine_process, "_exit_dead", lambda: kernel.exit(1))
     for module in (frontend, engine_process):
-        replace(module, "Metrics", lambda models=(), shared=True: Metrics(models))
+        replace(module, "Metrics", lambda models=(), **_: Metrics(models))
     restarts = SimpleNamespace(inc=lambda: None)
     replace(supervisor, "count_restarts", lambda _, kinds: dict.fromkeys(kinds, restarts))
     replace(supervisor, "listen", lambda *_: None)

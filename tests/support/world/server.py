@@ -5,6 +5,7 @@ import shutil
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -108,12 +109,14 @@ class Engine:
     def __init__(self, server: "Server", bundle: Bundle) -> None:
         self._server, self.version = server, bundle.manifest.version
         self._kernel, self._costs = server.kernel, server.costs
+        self._has_run = self._has_probed = False
 
     def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
         """Return the vectors of the encodings after the time of the run."""
         kernel, costs, random = self._kernel, self._costs, self._kernel.random
         tokens = sum(len(encoding) for encoding in batch)
-        self._hang(tokens)
+        self._hang(tokens, known=self._has_run)
+        self._has_run = True
         seconds = costs.overhead_s + tokens / costs.tokens_per_s
         kernel.sleep(seconds * costs.slowness * random.choice(NOISE))
         poison = task_model.ID[POISON]
@@ -125,20 +128,24 @@ class Engine:
         self._server.ran(tokens, bulk)
         return [{"embedding": ArrayResult(_vector(e.input_ids, self.version))} for e in batch]
 
-    def _hang(self, tokens: int) -> None:
-        """Never return, if this run is to hang."""
-        if self._costs.hangs:
-            self._costs.hangs -= 1
-            self._server.hung = self
-            self._server.noted("hangs", "engine", tokens)
+    def _hang(self, tokens: int, *, known: bool) -> None:
+        """Never return, if this run is to hang; `known`: whether such a run was measured."""
+        costs, server = self._costs, self._server
+        if costs.hangs:
+            costs.hangs -= 1
+            run_s = 1.5 * costs.slowness * (costs.overhead_s + tokens / costs.tokens_per_s)
+            server.hung = self
+            server.dead_at = self._kernel.now + 10 * (run_s if known else 6.0) + 8.0
+            server.noted("hangs", "engine", tokens)
             self._kernel.park()
 
     def probe(self) -> None:
         """Run the golden outputs."""
-        self._hang(_GOLDEN_TOKENS)
+        self._hang(_GOLDEN_TOKENS, known=self._has_probed)
         self._kernel.sleep(self._costs.overhead_s + _GOLDEN_TOKENS / self._costs.tokens_per_s)
         if self._costs.is_broken:
             raise RuntimeError("other golden outputs")
+        self._has_probed = True
 
 
 @dataclass
@@ -149,6 +156,7 @@ class Server:
         turn_s: processor time of the event loop per callback.
         noted: called with what a process did, its name, and a value.
         failed: called with an error that no code handles.
+        keys: the API keys, and whether each has a limit; none: no key is needed.
         downtime_s: seconds until the process starts again.
         listener: the socket to which clients connect.
         process: the process that a signal to the server reaches.
@@ -157,6 +165,7 @@ class Server:
         runs: what the engines have run.
         measured_s: when the first run of the present engine ended; infinite before.
         hung: the engine of the last run that hangs.
+        dead_at: when its process must have ended: ten times the run, 2 s, and some for the end.
     """
 
     kernel: Kernel
@@ -165,6 +174,7 @@ class Server:
     noted: Callable[..., None]
     failed: Callable[[str], None]
     settings: dict[str, Any]
+    keys: dict[str, bool]
     downtime_s: float = 1.0
     process: Process | None = None
     services: dict[Process, tuple[Service, Any]] = field(default_factory=dict)
@@ -173,13 +183,28 @@ class Server:
     runs: list[Run] = field(default_factory=list)
     measured_s: float = math.inf
     hung: Engine | None = None
+    dead_at: float = math.inf
 
     def __post_init__(self) -> None:
         shared = Path("/dev/shm")
         self.store = Path(mkdtemp(prefix="world-", dir=shared if shared.is_dir() else None))
         publish(self.store / "models")
+        self.write_keys()
         self.listener = Listener(self.kernel)
         self.keeper = self.kernel.spawn(self._keep)
+
+    def write_keys(self) -> None:
+        """Write the keys of clients; a limited one may send 60 requests per minute."""
+        tables = [
+            f'[{name}]\nsha256 = "{sha256(name.encode()).hexdigest()}"\nscopes = ["inference"]\n'
+            f"{'requests_per_minute = 60' if limited else ''}\n"
+            for name, limited in self.keys.items()
+        ]
+        self.keys_file.write_text("\n".join(tables))
+
+    @property
+    def keys_file(self) -> Path:
+        return self.store / "keys.toml"
 
     def remove(self) -> None:
         shutil.rmtree(self.store)
@@ -201,6 +226,8 @@ class Server:
     def all_settings(self) -> Settings:
         store = self.store / "models"
         fixed = {"model_store": store, "host": "10.0.0.1", "allow_anonymous": True, "workers": 2}
+        if self.keys:
+            fixed["keys_file"] = self.keys_file
         return Settings(**fixed, **self.settings)  # type: ignore[arg-type]
 
     def _serve(self, process: Process) -> None:

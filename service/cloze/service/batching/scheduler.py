@@ -80,7 +80,7 @@ class Scheduler:
         self._on_bulk: set[int] = set()  # numbers of workers
         self._idle_workers = 0
         self._last_run = clock.monotonic()  # end of the last batch
-        self._canary_s: float | None = None  # duration of the last canary
+        self._probe_s: float | None = None  # duration of the last golden batch
         self._admission = Admission(self._queue, self._activity, limits)
         self._batch_tokens = limits.max_batch_tokens  # now; a longer single encoding runs alone
         self.dead_reason: str | None = None
@@ -253,17 +253,22 @@ class Scheduler:
 
     def _run_canary(self, number: int) -> None:
         """Run a golden batch, so that a lost device is noticed although nobody asks."""
-        started = self._clock.monotonic()
-        with self._watchdog.run(number, self._canary_s):
+        with self._watchdog.run(number, self._probe_s):
             try:
-                self._engine.probe()
+                seconds = self._probe()
             except Exception as error:  # the runtime's errors have no common type
                 name = type(error).__name__
                 self._die(f"it could not repeat its golden outputs while idle ({name})")
                 return
         self._last_run = self._clock.monotonic()
-        self._canary_s = self._last_run - started
-        self._on_batch(BatchReport(0, 0, self._canary_s, BatchFill.CANARY))
+        self._on_batch(BatchReport(0, 0, seconds, BatchFill.CANARY))
+
+    def _probe(self) -> float:
+        """Run a golden batch; return its duration, within ten times of which the next one ends."""
+        started = self._clock.monotonic()
+        self._engine.probe()
+        self._probe_s = self._clock.monotonic() - started
+        return self._probe_s
 
     def _may_run_bulk(self, now: float) -> bool:
         """Return whether one more worker may run a bulk batch.
@@ -326,7 +331,7 @@ class Scheduler:
         name = type(error).__name__
         queued.request.end(errors.EngineFailed(f"the engine cannot run {which} ({name})"))
         try:
-            self._engine.probe()
+            self._probe()
         except Exception as further:  # the runtime's errors have no common type
             name = type(further).__name__
             self._die(f"after an error it could not repeat its golden outputs ({name})")

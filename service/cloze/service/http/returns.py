@@ -107,6 +107,7 @@ class Returns:
         before = self.refused.get(connection)
         if before is not None and before.over not in (None, request.arrived):
             before = None
+        is_exact = line.reason is Rejection.KEY_LIMIT  # a time that may be long
         early, hold_s = 0, 0.0
         if before is not None:
             early = before.early // 2
@@ -115,13 +116,14 @@ class Returns:
                 early = min(before.early + 1, 16)
                 if before.line == line and before.over is None:
                     before.early = early
-                    return max(before.at - now, room_s), hold_s
+                    after_s = max(before.at - now, room_s)
+                    return after_s if is_exact else min(after_s, _LONGEST_S), hold_s
         self._give_back(connection, now)
         if len(self._last) >= _MOST_LINES:
             self._last.clear()
         last = self._last.get(line, 0.0)
         at = now + max(room_s, 0.05)
-        if line.reason is not Rejection.KEY_LIMIT:  # whose time is exact, and may be long
+        if not is_exact:
             if last > now:
                 at = max(at, last + each_s * self._processes)
             at = min(at, now + _LONGEST_S)

@@ -413,3 +413,15 @@ def test_bulk_requests_age_and_never_starve() -> None:
     assert 35 <= ran <= 40
     left = [request.queued_tokens for request in bulk]
     assert abs(left[0] - left[1]) <= 10, "and clients have equal shares of them"
+
+
+def test_bulk_requests_of_many_lengths_get_a_tenth_too() -> None:
+    """Each batch has one length, so that a batch of bulk requests has one short text."""
+    queue, ran = Queue(), Counter[bool]()
+    queue.put("bulk", *range(5, 45), key=BULK)
+    for _ in range(50):
+        queue.put("a", *[10] * 10)
+    while queue.bulk_tokens and queue.tokens > queue.bulk_tokens:
+        batch = queue.taken(100)
+        ran[batch.is_bulk] += batch.tokens
+    assert ran[True] / ran.total() == pytest.approx(0.1, abs=0.03)

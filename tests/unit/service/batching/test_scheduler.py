@@ -61,6 +61,27 @@ class Recording(FakeEngine):
         return super().run(batch, alone=alone)
 
 
+class Probed(FakeEngine):
+    """An engine whose golden batches take 0.5 s, and note what the watchdog allows them."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        super().__init__()
+        self.clock, self.allowed = clock, list[float]()
+        self.scheduler: Scheduler
+
+    def probe(self) -> None:
+        self.allowed += [limit_s for limit_s, _ in self.scheduler._watchdog._runs.values()]
+        self.clock.sleep(0.5)
+
+
+def test_a_golden_batch_may_take_ten_times_as_long_as_the_last_one() -> None:
+    engine = Probed(clock := VirtualClock())
+    made = engine.scheduler = SteppedScheduler(engine, LIMITS, clock)
+    made._run_canary(0)
+    made._run_canary(0)
+    assert engine.allowed == [68, 13]
+
+
 @contextmanager
 def running(
     engine: FakeEngine, of: SchedulerLimits = LIMITS, **options: Any

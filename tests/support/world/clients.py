@@ -45,6 +45,10 @@ class Asked:
     returns: bool = False
     is_first: bool = False
 
+    @property
+    def tokens(self) -> int:
+        return sum(len(text.split()) + 2 for text in self.texts)
+
     def __str__(self) -> str:
         end = "pending" if self.ended is None else f"{self.ended:.3f}"
         what = self.lost or f"{self.status} {self.error}"
@@ -96,6 +100,7 @@ KINDS = {
     "poison": Kind(texts=3, poison=0.3, pause_s=1.0),
     "large": Kind(pause_s=0.5, padding=300_000),
     "new connections": Kind(pause_s=0.2, renews=1.0),
+    "crowd": Kind(waits=False, leaves_s=0.4),
 }
 
 
@@ -109,7 +114,7 @@ class Client:
 
     def __init__(self, world: "World", kind: str, address: str, seed: str) -> None:
         self.world, self.name, self.kind = world, kind, KINDS[kind]
-        self.address, self.random = address, random.Random(seed)
+        self.address, self.random, self.seed = address, random.Random(seed), seed
         self.connection: ClientConnection | None = None
 
     def run(self, until: float) -> None:
@@ -128,6 +133,7 @@ class Client:
             if self.kind.renews and self.random.random() < self.kind.renews:
                 self._close()
         self._close()
+        self.world.last.pop(self.seed, None)
 
     def _close(self) -> None:
         if self.connection is not None:
@@ -155,6 +161,7 @@ class Client:
         if self.kind.limit_s:
             asked.limit_s = round(draw.uniform(*self.kind.limit_s), 2)
         number = world.asked(asked)
+        world.last[self.seed] = asked
         until = kernel.now + PATIENCE_S
         if self.kind.leaves_s:
             until = kernel.now + self.kind.leaves_s * draw.random()

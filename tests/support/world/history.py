@@ -76,7 +76,7 @@ def drawn(seed: int) -> History:
     rate = 10 ** draw.uniform(2.5, 3.0)
     events = []
     for _ in range(draw.choice((1, 2, 2, 3, 4))):
-        kind = draw.choice([*KINDS])
+        kind = draw.choice([*KINDS][:-1])  # all but the crowd
         many = {
             "polite": 1, "loop": draw.choice((2, 16, 64)), "storm": draw.randint(10, 90),
             "told": draw.randint(40, 120), "slow writer": draw.randint(1, 20),
@@ -103,6 +103,12 @@ def drawn(seed: int) -> History:
     turn_s = draw.choice((0.0, 0.0, 20e-6, 200e-6))
     front_ends, given = draw.random() < 0.3, tuple(settings.items())
     keys = draw.random() < 0.3
+    if draw.random() < 0.1:
+        at, many = round(draw.uniform(0, seconds * 0.6), 1), draw.randint(20, 100)
+        events.append(Event(at, "crowd", round(draw.uniform(1, 6), 1), many))
+    if draw.random() < 0.1:
+        at = round(draw.uniform(2.0, seconds), 2)
+        events.append(Event(at, "freeze", round(draw.uniform(1, 30), 1)))
     return History(seed, tuple(sorted(events)), seconds, rate, turn_s, front_ends, keys, given)
 
 
@@ -122,6 +128,7 @@ class World:
     Attributes:
         failures: the promises that were broken.
         requests: all requests that clients began.
+        last: the last request of each connection that asks.
         faults: what was done to the server, and what its process did.
         readiness: (time, status) of each probe of /readyz.
     """
@@ -133,6 +140,7 @@ class World:
         self.failures: list[str] = []
         self.requests: list[Asked] = []
         self.faults: list[Fault] = []
+        self.last: dict[str, Asked] = {}
         self.readiness: list[tuple[float, int]] = []
         self.has_ended = False
         self._hash = hashlib.sha256()
@@ -177,6 +185,10 @@ class World:
         for index, fault in enumerate(self.faults):
             if fault.kind in kinds and fault.who == who and fault.end == float("inf"):
                 self.faults[index] = replace(fault, end=self.kernel.now)
+
+    def faults_of(self, kind: str) -> list[Fault]:
+        """Return the faults of a kind so far."""
+        return [fault for fault in self.faults if fault.kind == kind]
 
     def overlaps(self, begin: float, end: float, *kinds: str) -> bool:
         """Return whether one of some faults was there in a time."""
@@ -263,6 +275,8 @@ class World:
             self.readiness.append((began, status))
             promises.check_readiness(self, began, status)
             promises.check_snapshots(self)
+            if len(self.readiness) % 4 == 0:
+                promises.check_running(self)
             kernel.sleep(0.5)
 
     # The faults.
@@ -316,7 +330,24 @@ class World:
             self.begin_fault("stop", seconds + 0.5)
             self.kernel.stop(process)
             self.kernel.sleep(seconds)
+            if self.history.front_ends and seconds > promises.SILENT_S and process.is_alive:
+                self.fails(f"{process.name} was stopped for {seconds} s and is not replaced")
             self.kernel.go_on(process)
+
+    def _freeze(self, seconds: float) -> None:
+        """Stop all processes, as a paused machine does; none may end by it."""
+        processes = [one for one in self.kernel.processes[1:] if one.is_alive]
+        began = self.kernel.now
+        self.begin_fault("stop", seconds + 0.5)
+        for process in processes:
+            self.kernel.stop(process)
+        self.kernel.sleep(seconds)
+        for process in processes:
+            self.kernel.go_on(process)
+        self.kernel.sleep(3.0)
+        ended = [one.name for one in processes if not one.is_alive]
+        if ended and not self.overlaps(began - 10.0, self.kernel.now, *promises.ENDS[1:], "errors"):
+            self.fails(f"{ended} ended after all processes had been stopped")
 
     def _kill(self, _: float) -> None:
         process = self.server.victim()

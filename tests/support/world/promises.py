@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from tests.support.world.clients import key_name
 from tests.support.world.server import POISON
 
 if TYPE_CHECKING:
@@ -15,6 +16,9 @@ SLACK_S = 0.5
 DEAD_S = 80.0
 """Seconds until a broken engine has ended its process, at most: the first canary may take 60 s."""
 
+SILENT_S = 10.5
+"""Seconds until a stopped process is replaced: 8 s of silence, looks, and a report's second."""
+
 ENDS = ("down", "kill", "hang", "broken", "drain", "exit")
 """Faults that end a process: requests may get 503, or lose their connection."""
 
@@ -24,7 +28,8 @@ def check_answer(world: "World", asked: "Asked") -> None:
     assert asked.ended is not None
     begin, end = asked.began, asked.ended
     ends = world.overlaps(begin - SLACK_S, end, *ENDS)
-    if ends and _survives(world, begin - SLACK_S, end):
+    survives = ends and _survives(world, asked, end)
+    if survives:
         ends = False
     late = world.overlaps(begin, end, "stop", "slow", *ENDS)
     limit_s = asked.limit_s or dict(world.history.settings).get("request_timeout_ms", 30_000) / 1000
@@ -66,19 +71,42 @@ def check_answer(world: "World", asked: "Asked") -> None:
             world.fails(f"told to wait for {asked.told_s} s: {asked}")
         if took_s > 1.0 + 2.5 + SLACK_S and not late:
             world.fails(f"a refusal took {took_s:.2f} s: {asked}")
+        if survives and any(f.begin > begin + 1.0 + 2.5 + SLACK_S for f in world.faults_of("kill")):
+            world.fails(f"it was admitted, and is refused after {took_s:.2f} s: {asked}")
+        if not late and "per minute" not in asked.error:
+            _check_told(world, asked)
 
 
-KINDS_LEAVE = {"leaving": True}
+KINDS_LEAVE = {"leaving": True, "crowd": True}
 
 
-def _survives(world: "World", begin: float, end: float) -> bool:
-    """Return whether requests outlive what happens: one engine process is killed by itself.
+def _survives(world: "World", asked: "Asked", end: float) -> bool:
+    """Return whether a request outlives what happens to the server.
 
-    Its requests wait for the next one, to which they are sent again.
+    If one engine process is killed by itself, its requests wait for the next one, to which they are
+    sent again. A drain answers each request that came before it, if its body comes in time.
     """
+    begin = asked.began - SLACK_S
     faults = [f for f in world.faults if f.kind in ENDS and f.begin <= end and f.end >= begin]
+    if {fault.kind for fault in faults} <= {"drain", "down"}:
+        drains = [fault.begin for fault in faults if fault.kind == "drain"]
+        drained = min(drains, default=0.0)
+        came = asked.began + 1.0 < drained and (asked.sent or end) < drained + 4.0
+        return came and all(fault.begin >= drained for fault in faults)
     kills = sum(fault.kind == "kill" for fault in faults)
     return kills == 1 and all(f.who == "engine-0" and f.kind in ("kill", "down") for f in faults)
+
+
+def _check_told(world: "World", asked: "Asked") -> None:
+    """Check that the time that a refused client is told is that of the work before it.
+
+    The work is at most one request of each connection. Rates are measured, so they may be wrong.
+    """
+    share = 0.1 if asked.kind == "bulk" else 0.9  # of the rate
+    work = sum(one.tokens for one in world.last.values())
+    most_s = 5.0 + 3.0 * work / (2 * share * world.server.costs.tokens_per_s)
+    if asked.told_s > most_s:
+        world.fails(f"told to wait for {asked.told_s} s, not at most {most_s:.1f} s: {asked}")
 
 
 def _may_loop(world: "World") -> bool:
@@ -113,6 +141,10 @@ def check_readiness(world: "World", began: float, status: int) -> None:
         return
     if status != 200 and not world.overlaps(began - 1.0, now, "stop", *ENDS):
         world.fails(f"readiness is {status} without a reason")
+    drains = [fault.begin for fault in world.faults_of("drain") if fault.end > now]
+    begin = min(drains, default=began)
+    if status == 200 and begin + 1.0 < began and not world.overlaps(begin - 1.0, now, "stop"):
+        world.fails("a server that drains says that it is ready")
 
 
 def check_snapshots(world: "World") -> None:
@@ -121,6 +153,22 @@ def check_snapshots(world: "World") -> None:
     watchdogs = sum(thread.name == "watchdog" for thread in threads)
     if watchdogs > 2:
         world.fails(f"{watchdogs} engines are open")
+
+
+def check_running(world: "World") -> None:
+    """Check that the server runs no request whose client has its end, or has left."""
+    now = world.kernel.now
+    if world.overlaps(now - 3.0, now, "stop", *ENDS):
+        return
+    asked = Counter[str]()
+    for one in world.requests:
+        if one.ended is None or one.ended > now - 1.0:
+            name = f"key:{key_name(one.address)}" if world.history.has_keys else one.address
+            asked[name] += 1
+    for queue in world.server.schedulers()[:1]:
+        for client, held in queue._activity.requests.items():
+            if held > asked[client]:
+                world.fails(f"{held} requests of {client} run, who waits for {asked[client]}")
 
 
 def check_accounts(world: "World") -> None:

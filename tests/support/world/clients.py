@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
+from tests.support.world import adapters
 from tests.support.world.network import ClientConnection, Gone, Late
 from tests.support.world.server import BULK, POISON, WORDS, vector
 
@@ -28,6 +29,7 @@ class Asked:
         told_s: when to come back, from ``retry-after-ms``.
         returns: whether the request was refused before, and comes back as told.
         is_first: whether the connection had no request before.
+        adapter: the number of the adapter that it asks for; 0: none.
     """
 
     kind: str
@@ -44,6 +46,7 @@ class Asked:
     version: int = 0
     returns: bool = False
     is_first: bool = False
+    adapter: int = 0
 
     @property
     def tokens(self) -> int:
@@ -160,6 +163,8 @@ class Client:
         asked = Asked(self.name, self.address, texts, kernel.now, returns=returns)
         if self.kind.limit_s:
             asked.limit_s = round(draw.uniform(*self.kind.limit_s), 2)
+        if world.history.has_adapters and draw.random() < 0.5:
+            asked.adapter = draw.randint(1, len(adapters.NAMES))
         number = world.asked(asked)
         world.last[self.seed] = asked
         until = kernel.now + PATIENCE_S
@@ -186,7 +191,8 @@ class Client:
     def _send(self, asked: Asked, number: int, until: float) -> None:
         assert self.connection is not None
         draw, kernel = self.random, self.world.kernel
-        body = orjson.dumps({"inputs": asked.texts})
+        named = {"model": adapters.NAMES[asked.adapter - 1]} if asked.adapter else {}
+        body = orjson.dumps({"inputs": asked.texts, **named})
         if self.kind.padding:
             body += b" " * draw.randint(0, self.kind.padding)
         head = f"POST /embed HTTP/1.1\r\nhost: x\r\nx-request-id: {number}\r\n"
@@ -237,7 +243,10 @@ class Client:
                 self.world.fails(f"{asked} has the id {headers.get('x-request-id')}, not {number}")
         if asked.status == 200:
             asked.version = int(headers["x-model"].partition("@")[2])
-            expected = [vector(text, asked.version) for text in asked.texts]
+            if asked.adapter:  # whose version is always 1
+                asked.version = int(orjson.loads(body)[0][3]) % 1000
+            version = asked.version + 1000 * asked.adapter
+            expected = [vector(text, version) for text in asked.texts]
             if orjson.loads(body) != expected:
                 self.world.fails(f"{asked} has another answer than its own: {body[:80]!r}")
         if asked.status != 200:

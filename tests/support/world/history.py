@@ -43,6 +43,7 @@ class History:
         turn_s: processor time of the event loop per callback.
         front_ends: whether a supervisor runs an engine process and two front ends.
         has_keys: whether clients have API keys.
+        has_adapters: whether requests may ask for adapters.
         settings: of the server.
     """
 
@@ -53,13 +54,15 @@ class History:
     turn_s: float = 0.0
     front_ends: bool = False
     has_keys: bool = False
+    has_adapters: bool = False
     settings: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
         lines = "\n".join(f"  {event}" for event in self.events)
         return (
             f"seed {self.seed}: {self.seconds:g} s, {self.tokens_per_s:.0f} tokens per second, "
-            f"{self.turn_s * 1e6:.0f} us per callback, {'front ends, ' * self.front_ends}{'keys, ' * self.has_keys}settings {dict(self.settings)}\n{lines}"
+            f"{self.turn_s * 1e6:.0f} us per callback, {'front ends, ' * self.front_ends}{'keys, ' * self.has_keys}"
+            f"{'adapters, ' * self.has_adapters}settings {dict(self.settings)}\n{lines}"
         )
 
 
@@ -109,7 +112,10 @@ def drawn(seed: int) -> History:
     if draw.random() < 0.1:
         at = round(draw.uniform(2.0, seconds), 2)
         events.append(Event(at, "freeze", round(draw.uniform(1, 30), 1)))
-    return History(seed, tuple(sorted(events)), seconds, rate, turn_s, front_ends, keys, given)
+    adapters = not front_ends and draw.random() < 0.2
+    return History(
+        seed, tuple(sorted(events)), seconds, rate, turn_s, front_ends, keys, adapters, given
+    )
 
 
 @dataclass(frozen=True)
@@ -216,7 +222,7 @@ class World:
                 self.begin_fault("down", who=name)
             self.server = made(
                 self.kernel, Costs(history.tokens_per_s), history.turn_s, self._server_noted,
-                self.fails, dict(history.settings), self._keys(),
+                self.fails, dict(history.settings), self._keys(), history.has_adapters,
             )  # fmt: skip
             try:
                 self.kernel.spawn(self._direct)

@@ -302,6 +302,10 @@ class Condition:
             self._lock._count = count
         return woken
 
+    def wait_for(self, predicate: Callable[[], bool]) -> None:
+        while not predicate():
+            self.wait()
+
     def notify(self, n: int = 1) -> None:
         for _ in range(min(n, len(self._waiting))):
             self._lock.kernel.wake(self._waiting.popleft())

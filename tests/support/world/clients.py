@@ -104,7 +104,12 @@ KINDS = {
     "large": Kind(pause_s=0.5, padding=300_000),
     "new connections": Kind(pause_s=0.2, renews=1.0),
     "crowd": Kind(waits=False, leaves_s=0.4),
+    "hurried": Kind(words=(10, 200), waits=False, limit_s=(1.0, 8.0), pause_s=0.5),
+    "unhurried": Kind(words=(100, 600), limit_s=(4.0, 20.0), pause_s=0.5),
 }
+
+CROWDS = ("crowd", "hurried", "unhurried")
+"""The kinds that come on many connections."""
 
 
 def key_name(address: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.support.world import promises
-from tests.support.world.clients import KINDS, Asked, Client, key_name, probe
+from tests.support.world.clients import CROWDS, KINDS, Asked, Client, key_name, probe
 from tests.support.world.kernel import START_S, Kernel, installed
 from tests.support.world.processes import Supervised, processes_installed
 from tests.support.world.server import Costs, Server, publish
@@ -79,7 +79,7 @@ def drawn(seed: int) -> History:
     rate = 10 ** draw.uniform(2.5, 3.0)
     events = []
     for _ in range(draw.choice((1, 2, 2, 3, 4))):
-        kind = draw.choice([*KINDS][:-1])  # all but the crowd
+        kind = draw.choice([kind for kind in KINDS if kind not in CROWDS])
         many = {
             "polite": 1, "loop": draw.choice((2, 16, 64)), "storm": draw.randint(10, 90),
             "told": draw.randint(40, 120), "slow writer": draw.randint(1, 20),
@@ -106,9 +106,9 @@ def drawn(seed: int) -> History:
     turn_s = draw.choice((0.0, 0.0, 20e-6, 200e-6))
     front_ends, given = draw.random() < 0.3, tuple(settings.items())
     keys = draw.random() < 0.3
-    if draw.random() < 0.1:
-        at, many = round(draw.uniform(0, seconds * 0.6), 1), draw.randint(20, 100)
-        events.append(Event(at, "crowd", round(draw.uniform(1, 6), 1), many))
+    for _ in range(draw.choice((0, 0, 0, 1, 2, 3))):
+        at, many = round(draw.uniform(0, seconds * 0.6), 1), draw.randint(4, 50)
+        events.append(Event(at, draw.choice(CROWDS), round(draw.uniform(2, 10), 1), many))
     if draw.random() < 0.1:
         at = round(draw.uniform(2.0, seconds), 2)
         events.append(Event(at, "freeze", round(draw.uniform(1, 30), 1)))
@@ -135,6 +135,7 @@ class World:
         failures: the promises that were broken.
         requests: all requests that clients began.
         last: the last request of each connection that asks.
+        late: accepted requests with a stated limit that got 504 without a reason.
         faults: what was done to the server, and what its process did.
         readiness: (time, status) of each probe of /readyz.
     """
@@ -147,6 +148,7 @@ class World:
         self.requests: list[Asked] = []
         self.faults: list[Fault] = []
         self.last: dict[str, Asked] = {}
+        self.late: list[Asked] = []
         self.readiness: list[tuple[float, int]] = []
         self.has_ended = False
         self._hash = hashlib.sha256()

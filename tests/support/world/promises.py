@@ -51,7 +51,10 @@ def check_answer(world: "World", asked: "Asked") -> None:
         allowed.add(504)
     if 2 * tokens / costs.tokens_per_s > 0.5 * limit_s:  # an idle queue admits any request
         allowed.add(504)
-    if late or kind in ("limited", "bulk"):  # bulk requests take what later ones leave
+    if late or kind == "bulk":  # bulk requests take what later ones leave
+        allowed.add(504)
+    if status == 504 and 504 not in allowed and asked.limit_s:
+        world.late.append(asked)
         allowed.add(504)
     if world.overlaps(begin, end, "errors", "broken") or POISON in " ".join(asked.texts):
         allowed.add(500)
@@ -222,8 +225,19 @@ def check_history(world: "World") -> None:
         if asked.ended is None:
             world.fails(f"never ended: {asked}")
     check_bulk(world)
+    check_limits(world)
     check_polite(world)
     check_returns(world)
+
+
+def check_limits(world: "World") -> None:
+    """Check that requests with a stated limit seldom end late: one in a hundred, and one.
+
+    Rates are measured, so a request may be admitted whose workers then seem to be slower.
+    """
+    stated = sum(asked.limit_s is not None and asked.status == 200 for asked in world.requests)
+    if len(world.late) > 1 + stated / 100:
+        world.fails(f"{len(world.late)} of {stated} accepted requests end late: {world.late[0]}")
 
 
 def check_polite(world: "World") -> None:

@@ -27,6 +27,7 @@ class Asked:
         status: of the answer; 0 while there is none.
         lost: why there is no answer: the client left, or the server ended the connection.
         told_s: when to come back, from ``retry-after-ms``.
+        room_s: seconds in which there was room for it while it waited as told.
         returns: whether the request was refused before, and comes back as told.
         is_first: whether the connection had no request before.
         adapter: the number of the adapter that it asks for; 0: none.
@@ -42,6 +43,7 @@ class Asked:
     status: int = 0
     lost: str = ""
     told_s: float = 0.0
+    room_s: float = 0.0
     error: str = ""
     version: int = 0
     returns: bool = False
@@ -133,7 +135,9 @@ class Client:
             refused = asked is not None and asked.status == 429
             asked = self.ask(asked if refused else None)
             if asked.status == 429 and self.kind.waits:
+                self.world.waiting.append(asked)
                 kernel.sleep(asked.told_s)
+                self.world.waiting.remove(asked)
             elif asked.status in (0, 503):
                 kernel.sleep(0.2 + 0.3 * self.random.random())
             elif self.kind.pause_s:

@@ -12,6 +12,9 @@ from tests.support.world.kernel import START_S, Kernel, installed
 from tests.support.world.processes import Supervised, processes_installed
 from tests.support.world.server import Costs, Server, publish
 
+_WATCH_S = 0.5
+"""Seconds between looks at readiness, snapshots and waiting clients."""
+
 
 @dataclass(frozen=True, order=True)
 class Event:
@@ -104,9 +107,19 @@ def drawn(seed: int) -> History:
     if draw.random() < 0.3:
         settings["request_timeout_ms"] = draw.choice((4000, 10_000))
     turn_s = draw.choice((0.0, 0.0, 20e-6, 200e-6))
+    if (
+        are_loops := random.Random(f"loops {seed}").random() < 0.1
+    ):  # which are promised to be refused nothing
+        events = [
+            replace(event, kind="loop", many=min(event.many, 32)) if event.kind in KINDS else event
+            for event in events
+            if event.kind not in ("slow", "errors")
+        ]
+        settings.clear()
     front_ends, given = draw.random() < 0.3, tuple(settings.items())
     keys = draw.random() < 0.3
-    for _ in range(draw.choice((0, 0, 0, 1, 2, 3))):
+    draw = random.Random(f"more {seed}")
+    for _ in range(draw.choice((0, 0, 0, 1, 2, 3)) if not are_loops else 0):
         at, many = round(draw.uniform(0, seconds * 0.6), 1), draw.randint(4, 50)
         events.append(Event(at, draw.choice(CROWDS), round(draw.uniform(2, 10), 1), many))
     if draw.random() < 0.1:
@@ -134,6 +147,7 @@ class World:
     Attributes:
         failures: the promises that were broken.
         requests: all requests that clients began.
+        waiting: refused requests whose clients wait as they were told.
         last: the last request of each connection that asks.
         late: accepted requests with a stated limit that got 504 without a reason.
         faults: what was done to the server, and what its process did.
@@ -146,6 +160,7 @@ class World:
         self.kernel.on_error = self.fails
         self.failures: list[str] = []
         self.requests: list[Asked] = []
+        self.waiting: list[Asked] = []
         self.faults: list[Fault] = []
         self.last: dict[str, Asked] = {}
         self.late: list[Asked] = []
@@ -283,17 +298,18 @@ class World:
             self.readiness.append((began, status))
             promises.check_readiness(self, began, status)
             promises.check_snapshots(self)
+            promises.check_waiting(self, kernel.now - began + _WATCH_S)
             if len(self.readiness) % 4 == 0:
                 promises.check_running(self)
-            kernel.sleep(0.5)
+            kernel.sleep(_WATCH_S)
 
     # The faults.
 
     def _slow(self, seconds: float) -> None:
         self.begin_fault("slow", seconds)
-        self.server.costs.slowness *= 10
+        self.server.costs.slowness = 10.0
         self.kernel.sleep(seconds)
-        self.server.costs.slowness /= 10
+        self.server.costs.slowness = 1.0
 
     def _errors(self, seconds: float) -> None:
         self.begin_fault("errors", seconds)

@@ -5,6 +5,7 @@ import shutil
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from tempfile import mkdtemp
@@ -16,6 +17,7 @@ from cloze.model_store import Bundle, Store
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import ArrayResult
 from cloze.model_store.manifest import BundleSpec, Precision
+from cloze.service.batching.admission import WaitLimits
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import Device
 from cloze.service.errors import StartupError
@@ -282,6 +284,15 @@ class Server:
         if bundle.manifest.license == "bad":
             raise StartupError("the golden outputs differ")
         return Engine(self, bundle)
+
+    @cached_property
+    def waits(self) -> WaitLimits:
+        settings = self.all_settings
+        return WaitLimits.of(settings.max_queue_wait_ms, settings.request_timeout_ms)
+
+    def client(self, address: str) -> str:
+        """Return the name of a client in the service."""
+        return f"key:key-{address.rpartition('.')[2]}" if self.keys else address
 
     def terminate(self) -> None:
         """Send SIGTERM to the server."""

@@ -1,12 +1,14 @@
 """Puts faults of the past back into the service, and plays histories until a promise breaks.
 
-Usage: python -m tests.support.world.past_faults [--only WORD] [--histories 2000] [--seeds-from 1]
+Usage: python -m tests.support.world.past_faults [--only WORDS] [--seeds 1-2000]
 
 Each fault runs in a process of its own, whose import of the service replaces text of its modules.
+The history that is printed keeps the promises without the fault.
 """
 
 import argparse
 import importlib.machinery
+import json
 import subprocess
 import sys
 import time
@@ -69,9 +71,8 @@ def put_back(fault: PastFault) -> None:
     importlib.machinery.SourceFileLoader.get_code = changed  # type: ignore[method-assign]
 
 
-def find(fault: PastFault, seeds: range) -> str:
-    """Return what the first history that fails shows, with its seed and the time."""
-    put_back(fault)
+def first_failure(seeds: range) -> dict[str, Any]:
+    """Return the seed of the first history that fails, what it shows, and the processor time."""
     import gc
     import logging
 
@@ -79,32 +80,52 @@ def find(fault: PastFault, seeds: range) -> str:
 
     logging.disable(logging.CRITICAL)
     gc.freeze()
-    began = time.process_time()
     for seed in seeds:
         if seed % 10 == 0:
             gc.collect()
         if failures := play(drawn(seed)).failures:
-            took_s = time.process_time() - began
-            return f"seed {seed}, {seed - seeds.start + 1} histories, {took_s:.0f} s: {failures[0]}"
-    return f"NOT FOUND in {len(seeds)} histories, {time.process_time() - began:.0f} s"
+            return {"seed": seed, "shows": failures[0], "seconds": time.process_time()}
+    return {"seed": None, "shows": "NOT FOUND", "seconds": time.process_time()}
+
+
+def find(fault: PastFault, seeds: range) -> dict[str, Any]:
+    """Return the first failure by a fault: the history keeps the promises without the fault."""
+    seconds, end = 0.0, seeds.stop
+    while True:
+        command = [sys.executable, "-m", __spec__.name, "--seeds", f"{seeds.start}-{end - 1}"]
+        done = subprocess.run([*command, "--with", fault.name], stdout=subprocess.PIPE, check=True)
+        found: dict[str, Any] = json.loads(done.stdout)
+        found["seconds"] = seconds = seconds + found["seconds"]
+        if (
+            found["seed"] is None
+            or first_failure(range(found["seed"], found["seed"] + 1))["seed"] is None
+        ):
+            return found
+        print(f"seed {found['seed']} fails without the fault too: {found['shows']}", flush=True)
+        seeds = range(found["seed"] + 1, end)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return how many faults were not found."""
     parser = argparse.ArgumentParser(prog="python -m tests.support.world.past_faults")
+    parser.add_argument("--seeds", default="1-2000", help="FROM-TO (1-2000)")
     parser.add_argument("--only", default="", help="faults whose name has this")
-    parser.add_argument("--histories", type=int, default=2000, help="most per fault (2000)")
-    parser.add_argument("--seeds-from", type=int, default=1, help="first seed (1)")
+    parser.add_argument("--with", dest="fault", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    chosen = [fault for fault in past_faults() if options.only in fault.name]
-    seeds = range(options.seeds_from, options.seeds_from + options.histories)
-    if len(chosen) == 1:
-        found = find(chosen[0], seeds)
-        print(f"{chosen[0].name} ({chosen[0].commit}): {found}", flush=True)
-        return int(found.startswith("NOT FOUND"))
-    command = [sys.executable, "-m", __spec__.name, "--histories", str(options.histories)]
-    command += ["--seeds-from", str(options.seeds_from), "--only"]
-    return sum(subprocess.run([*command, fault.name], check=False).returncode for fault in chosen)
+    first, _, last = options.seeds.partition("-")
+    seeds, faults = range(int(first), int(last) + 1), past_faults()
+    if options.fault is not None:  # in a process of its own
+        put_back(next(fault for fault in faults if fault.name == options.fault))
+        print(json.dumps(first_failure(seeds)))
+        return 0
+    missed = 0
+    for fault in faults:
+        if options.only in fault.name:
+            found = find(fault, seeds)
+            missed += found["seed"] is None
+            which = f"seed {found['seed']}, {found['seconds']:.0f} s: {found['shows']}"
+            print(f"{fault.name} ({fault.commit}): {which}", flush=True)
+    return missed
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from tests.support.sources import ROOT
 
 SERVICE = ROOT / "service/cloze/service"
+_MODULE = "tests.support.world.past_faults"
 _TABLE = Path(__file__).with_suffix(".toml")
 
 
@@ -55,12 +56,18 @@ def past_faults() -> list[PastFault]:
     ]
 
 
-def put_back(fault: PastFault) -> None:
-    """Let later imports of the service have a fault."""
+def changed_sources(fault: PastFault) -> dict[str, str]:
+    """Return the sources of the modules with a fault, by their files."""
     sources: dict[str, str] = {}
     for change in fault.changes:
         path = SERVICE / change.file
         sources[str(path)] = change.apply(sources.get(str(path)) or path.read_text())
+    return sources
+
+
+def put_back(fault: PastFault) -> None:
+    """Let later imports of the service have a fault."""
+    sources = changed_sources(fault)
     get_code = importlib.machinery.SourceFileLoader.get_code
 
     def changed(self: importlib.machinery.SourceFileLoader, name: str) -> CodeType | None:
@@ -92,8 +99,9 @@ def find(fault: PastFault, seeds: range) -> dict[str, Any]:
     """Return the first failure by a fault: the history keeps the promises without the fault."""
     seconds, end = 0.0, seeds.stop
     while True:
-        command = [sys.executable, "-m", __spec__.name, "--seeds", f"{seeds.start}-{end - 1}"]
-        done = subprocess.run([*command, "--with", fault.name], stdout=subprocess.PIPE, check=True)
+        command = [sys.executable, "-m", _MODULE, "--seeds", f"{seeds.start}-{end - 1}"]
+        command += ["--with", fault.name]
+        done = subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=ROOT)
         found: dict[str, Any] = json.loads(done.stdout)
         found["seconds"] = seconds = seconds + found["seconds"]
         if (

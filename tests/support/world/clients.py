@@ -147,6 +147,11 @@ class Client:
         self._close()
         self.world.last.pop(self.seed, None)
 
+    def run_once(self) -> None:
+        """Ask once."""
+        self.ask(None)
+        self._close()
+
     def _close(self) -> None:
         if self.connection is not None:
             self.connection.close()

@@ -352,6 +352,7 @@ class World:
         process = self.server.victim()
         if process is not None:
             self.begin_fault("stop", seconds + 0.5)
+            self.server.dead_at += seconds
             self.kernel.stop(process)
             self.kernel.sleep(seconds)
             is_silent = seconds > promises.SILENT_S and process.stops and process.is_alive
@@ -366,6 +367,7 @@ class World:
         processes = [one for one in self.kernel.processes[1:] if one.is_alive]
         began = self.kernel.now
         self.begin_fault("stop", seconds + 0.5)
+        self.server.dead_at += seconds
         for process in processes:
             self.kernel.stop(process)
         self.kernel.sleep(seconds)

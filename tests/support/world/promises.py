@@ -55,7 +55,8 @@ def check_answer(world: "World", asked: "Asked") -> None:
     is_excused = late or is_unknown or kind == "bulk"
     if is_excused or asked.limit_s or _longest_run_s(world) > limit_s / 5:
         allowed.add(504)
-    if status == 504 and asked.limit_s and not is_excused and not asked.adapter:
+    is_excused |= bool(asked.adapter) or _longest_run_s(world) > limit_s
+    if status == 504 and asked.limit_s and not is_excused:
         world.late.append(asked)
     if world.overlaps(begin, end, "errors", "broken") or POISON in " ".join(asked.texts):
         allowed.add(500)

@@ -161,7 +161,8 @@ class Engine:
 
     def probe(self) -> None:
         """Run the golden outputs."""
-        self._hang(_GOLDEN_TOKENS, known=self._has_probed)
+        # After an error, the limit is that of the run.
+        self._hang(_GOLDEN_TOKENS, known=self._has_probed and not self._costs.error_share)
         self._kernel.sleep(self._costs.overhead_s + _GOLDEN_TOKENS / self._costs.tokens_per_s)
         if self._costs.is_broken:
             raise RuntimeError("other golden outputs")

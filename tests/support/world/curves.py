@@ -17,8 +17,8 @@ from tests.support.world.history import History, World
 CLOSED, OPEN = (1, 16, 64, 256), (0.5, 1.0, 2.0, 4.0)
 VALUES: Mapping[str, tuple[float, ...]] = {
     "_LONGEST_WAIT_S": (2.5, 1.0, 5.0),
-    "_FREE_REQUESTS": (0, 256),
-    "_SHARE_OF_TIME": (0.25, 0.75),
+    "_FREE_REQUESTS": (0, 16, 32, 256),
+    "_SHARE_OF_TIME": (0.25,),
 }
 """The limits, and their values; the first row is that of now."""
 

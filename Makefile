@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help docs site install serve test-unit test simulate test-slow test-gpu mutants coverage audit-dependencies locks wheel chart bench lint format clean
+.PHONY: help docs site install serve test-unit test simulate simulate-faults test-slow test-gpu mutants coverage audit-dependencies locks wheel chart bench lint format clean
 
 # With an older Python, pip finds no version of some dependency, and does not say why.
 define check-python
@@ -64,6 +64,10 @@ test: lint  ## Run the linters and all tests except the slow ones.
 # For example: make simulate SEEDS=1-2000
 simulate: install  ## Play the histories of SEEDS in simulated time; print the shortest that fails.
 	$(BIN)/python -m tests.support.world --seeds $(or $(SEEDS),1-200)
+
+# It takes minutes of one core. For example: make simulate-faults FAULTS=adapter
+simulate-faults: install  ## Put faults of the past back, and play histories until each is found.
+	$(BIN)/python -m tests.support.world.past_faults --only "$(FAULTS)"
 
 test-slow: install  ## Run the tests that take minutes.
 	$(PYTEST) -m slow --no-loadscope-reorder

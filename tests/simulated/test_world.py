@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.world.__main__ import describe
 from tests.support.world.history import Event, History, drawn, play, shortest
+from tests.support.world.past_faults import changed_sources, find, past_faults
 
 SEEDS = range(1001, 1121)
 """The histories of `make test`, which take about 35 s of one core."""
@@ -44,6 +45,18 @@ def test_histories_keep_the_promises() -> None:
     for seed in SEEDS:
         if play(drawn(seed)).failures:
             pytest.fail(describe(drawn(seed)))
+
+
+def test_the_past_faults_are_changes_of_the_code_of_now() -> None:
+    for fault in past_faults():
+        for file, source in changed_sources(fault).items():
+            compile(source, file, "exec")
+
+
+def test_a_past_fault_is_found() -> None:
+    found = find(past_faults()[0], range(1, 31))
+    assert found["seed"] is not None
+    assert "ended with 1 without a reason" in found["shows"]
 
 
 DIGESTS = """
@@ -91,6 +104,6 @@ def test_a_fault_of_the_server_is_found_and_shown(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Scheduler, "_forget", forgets_some)
     history = replace(drawn(8), events=(Event(0.0, "leaving", 5.0, 3), Event(1.0, "polite", 5.0)))
     told = describe(history)
-    assert "something is held at the end" in told
+    assert "run, who waits for" in told
     assert "leaving" in told
     assert "polite" not in told

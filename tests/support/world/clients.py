@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
+from tests.support.world import adapters
 from tests.support.world.network import ClientConnection, Gone, Late
 from tests.support.world.server import BULK, POISON, WORDS, vector
 
@@ -29,6 +30,7 @@ class Asked:
         room_s: seconds in which there was room for it while it waited as told.
         returns: whether the request was refused before, and comes back as told.
         is_first: whether the connection had no request before.
+        adapter: the number of the adapter that it asks for; 0: none.
     """
 
     kind: str
@@ -46,6 +48,11 @@ class Asked:
     version: int = 0
     returns: bool = False
     is_first: bool = False
+    adapter: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(text.split()) + 2 for text in self.texts)
 
     def __str__(self) -> str:
         end = "pending" if self.ended is None else f"{self.ended:.3f}"
@@ -98,7 +105,13 @@ KINDS = {
     "poison": Kind(texts=3, poison=0.3, pause_s=1.0),
     "large": Kind(pause_s=0.5, padding=300_000),
     "new connections": Kind(pause_s=0.2, renews=1.0),
+    "crowd": Kind(waits=False, leaves_s=0.4),
+    "hurried": Kind(words=(10, 200), waits=False, limit_s=(1.0, 8.0), pause_s=0.5),
+    "unhurried": Kind(words=(100, 600), limit_s=(4.0, 20.0), pause_s=0.5),
 }
+
+CROWDS = ("crowd", "hurried", "unhurried")
+"""The kinds that come on many connections."""
 
 
 def key_name(address: str) -> str:
@@ -111,7 +124,7 @@ class Client:
 
     def __init__(self, world: "World", kind: str, address: str, seed: str) -> None:
         self.world, self.name, self.kind = world, kind, KINDS[kind]
-        self.address, self.random = address, random.Random(seed)
+        self.address, self.random, self.seed = address, random.Random(seed), seed
         self.connection: ClientConnection | None = None
 
     def run(self, until: float) -> None:
@@ -131,6 +144,12 @@ class Client:
                 kernel.sleep(self.kind.pause_s * self.random.random())
             if self.kind.renews and self.random.random() < self.kind.renews:
                 self._close()
+        self._close()
+        self.world.last.pop(self.seed, None)
+
+    def run_once(self) -> None:
+        """Ask once."""
+        self.ask(None)
         self._close()
 
     def _close(self) -> None:
@@ -158,7 +177,10 @@ class Client:
         asked = Asked(self.name, self.address, texts, kernel.now, returns=returns)
         if self.kind.limit_s:
             asked.limit_s = round(draw.uniform(*self.kind.limit_s), 2)
+        if world.history.has_adapters and draw.random() < 0.5:
+            asked.adapter = draw.randint(1, len(adapters.NAMES))
         number = world.asked(asked)
+        world.last[self.seed] = asked
         until = kernel.now + PATIENCE_S
         if self.kind.leaves_s:
             until = kernel.now + self.kind.leaves_s * draw.random()
@@ -183,7 +205,8 @@ class Client:
     def _send(self, asked: Asked, number: int, until: float) -> None:
         assert self.connection is not None
         draw, kernel = self.random, self.world.kernel
-        body = orjson.dumps({"inputs": asked.texts})
+        named = {"model": adapters.NAMES[asked.adapter - 1]} if asked.adapter else {}
+        body = orjson.dumps({"inputs": asked.texts, **named})
         if self.kind.padding:
             body += b" " * draw.randint(0, self.kind.padding)
         head = f"POST /embed HTTP/1.1\r\nhost: x\r\nx-request-id: {number}\r\n"
@@ -234,7 +257,10 @@ class Client:
                 self.world.fails(f"{asked} has the id {headers.get('x-request-id')}, not {number}")
         if asked.status == 200:
             asked.version = int(headers["x-model"].partition("@")[2])
-            expected = [vector(text, asked.version) for text in asked.texts]
+            if asked.adapter:  # whose version is always 1
+                asked.version = int(orjson.loads(body)[0][3]) % 1000
+            version = asked.version + 1000 * asked.adapter
+            expected = [vector(text, version) for text in asked.texts]
             if orjson.loads(body) != expected:
                 self.world.fails(f"{asked} has another answer than its own: {body[:80]!r}")
         if asked.status != 200:

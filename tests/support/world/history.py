@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.support.world import promises
-from tests.support.world.clients import KINDS, Asked, Client, key_name, probe
+from tests.support.world.clients import CROWDS, KINDS, Asked, Client, key_name, probe
 from tests.support.world.kernel import START_S, Kernel, installed
 from tests.support.world.processes import Supervised, processes_installed
 from tests.support.world.server import Costs, Server, publish
@@ -46,6 +46,7 @@ class History:
         turn_s: processor time of the event loop per callback.
         front_ends: whether a supervisor runs an engine process and two front ends.
         has_keys: whether clients have API keys.
+        has_adapters: whether requests may ask for adapters.
         settings: of the server.
     """
 
@@ -56,13 +57,15 @@ class History:
     turn_s: float = 0.0
     front_ends: bool = False
     has_keys: bool = False
+    has_adapters: bool = False
     settings: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
         lines = "\n".join(f"  {event}" for event in self.events)
         return (
             f"seed {self.seed}: {self.seconds:g} s, {self.tokens_per_s:.0f} tokens per second, "
-            f"{self.turn_s * 1e6:.0f} us per callback, {'front ends, ' * self.front_ends}{'keys, ' * self.has_keys}settings {dict(self.settings)}\n{lines}"
+            f"{self.turn_s * 1e6:.0f} us per callback, {'front ends, ' * self.front_ends}{'keys, ' * self.has_keys}"
+            f"{'adapters, ' * self.has_adapters}settings {dict(self.settings)}\n{lines}"
         )
 
 
@@ -79,7 +82,7 @@ def drawn(seed: int) -> History:
     rate = 10 ** draw.uniform(2.5, 3.0)
     events = []
     for _ in range(draw.choice((1, 2, 2, 3, 4))):
-        kind = draw.choice([*KINDS])
+        kind = draw.choice([kind for kind in KINDS if kind not in CROWDS])
         many = {
             "polite": 1, "loop": draw.choice((2, 16, 64)), "storm": draw.randint(10, 90),
             "told": draw.randint(40, 120), "slow writer": draw.randint(1, 20),
@@ -104,7 +107,9 @@ def drawn(seed: int) -> History:
     if draw.random() < 0.3:
         settings["request_timeout_ms"] = draw.choice((4000, 10_000))
     turn_s = draw.choice((0.0, 0.0, 20e-6, 200e-6))
-    if random.Random(f"loops {seed}").random() < 0.1:  # which are promised to be refused nothing
+    if (
+        are_loops := random.Random(f"loops {seed}").random() < 0.1
+    ):  # which are promised to be refused nothing
         events = [
             replace(event, kind="loop", many=min(event.many, 32)) if event.kind in KINDS else event
             for event in events
@@ -113,7 +118,17 @@ def drawn(seed: int) -> History:
         settings.clear()
     front_ends, given = draw.random() < 0.3, tuple(settings.items())
     keys = draw.random() < 0.3
-    return History(seed, tuple(sorted(events)), seconds, rate, turn_s, front_ends, keys, given)
+    draw = random.Random(f"more {seed}")
+    for _ in range(draw.choice((0, 0, 0, 1, 2, 3)) if not are_loops else 0):
+        at, many = round(draw.uniform(0, seconds * 0.6), 1), draw.randint(4, 50)
+        events.append(Event(at, draw.choice(CROWDS), round(draw.uniform(2, 10), 1), many))
+    if draw.random() < 0.1:
+        at = round(draw.uniform(2.0, seconds), 2)
+        events.append(Event(at, "freeze", round(draw.uniform(1, 30), 1)))
+    adapters = not front_ends and draw.random() < 0.2
+    return History(
+        seed, tuple(sorted(events)), seconds, rate, turn_s, front_ends, keys, adapters, given
+    )
 
 
 @dataclass(frozen=True)
@@ -133,6 +148,8 @@ class World:
         failures: the promises that were broken.
         requests: all requests that clients began.
         waiting: refused requests whose clients wait as they were told.
+        last: the last request of each connection that asks.
+        late: accepted requests with a stated limit that got 504 without a reason.
         faults: what was done to the server, and what its process did.
         readiness: (time, status) of each probe of /readyz.
     """
@@ -145,6 +162,8 @@ class World:
         self.requests: list[Asked] = []
         self.waiting: list[Asked] = []
         self.faults: list[Fault] = []
+        self.last: dict[str, Asked] = {}
+        self.late: list[Asked] = []
         self.readiness: list[tuple[float, int]] = []
         self.has_ended = False
         self._hash = hashlib.sha256()
@@ -190,6 +209,10 @@ class World:
             if fault.kind in kinds and fault.who == who and fault.end == float("inf"):
                 self.faults[index] = replace(fault, end=self.kernel.now)
 
+    def faults_of(self, kind: str) -> list[Fault]:
+        """Return the faults of a kind so far."""
+        return [fault for fault in self.faults if fault.kind == kind]
+
     def overlaps(self, begin: float, end: float, *kinds: str) -> bool:
         """Return whether one of some faults was there in a time."""
         return any(f.kind in kinds and f.begin <= end and f.end >= begin for f in self.faults)
@@ -216,7 +239,7 @@ class World:
                 self.begin_fault("down", who=name)
             self.server = made(
                 self.kernel, Costs(history.tokens_per_s), history.turn_s, self._server_noted,
-                self.fails, dict(history.settings), self._keys(),
+                self.fails, dict(history.settings), self._keys(), history.has_adapters,
             )  # fmt: skip
             try:
                 self.kernel.spawn(self._direct)
@@ -276,6 +299,8 @@ class World:
             promises.check_readiness(self, began, status)
             promises.check_snapshots(self)
             promises.check_waiting(self, kernel.now - began + _WATCH_S)
+            if len(self.readiness) % 4 == 0:
+                promises.check_running(self)
             kernel.sleep(_WATCH_S)
 
     # The faults.
@@ -327,9 +352,31 @@ class World:
         process = self.server.victim()
         if process is not None:
             self.begin_fault("stop", seconds + 0.5)
+            self.server.dead_at += seconds
             self.kernel.stop(process)
             self.kernel.sleep(seconds)
+            is_silent = seconds > promises.SILENT_S and process.stops and process.is_alive
+            began = self.kernel.now - seconds
+            stops = [f for f in self.faults_of("stop") if f.end >= began]  # the supervisor too?
+            if self.history.front_ends and is_silent and len(stops) == 1:
+                self.fails(f"{process.name} was stopped for {seconds} s and is not replaced")
             self.kernel.go_on(process)
+
+    def _freeze(self, seconds: float) -> None:
+        """Stop all processes, as a paused machine does; none may end by it."""
+        processes = [one for one in self.kernel.processes[1:] if one.is_alive]
+        began = self.kernel.now
+        self.begin_fault("stop", seconds + 0.5)
+        self.server.dead_at += seconds
+        for process in processes:
+            self.kernel.stop(process)
+        self.kernel.sleep(seconds)
+        for process in processes:
+            self.kernel.go_on(process)
+        self.kernel.sleep(3.0)
+        ended = [one.name for one in processes if not one.is_alive]
+        if ended and not self.overlaps(began - 10.0, self.kernel.now, *promises.ENDS[1:], "errors"):
+            self.fails(f"{ended} ended after all processes had been stopped")
 
     def _kill(self, _: float) -> None:
         process = self.server.victim()

@@ -42,7 +42,7 @@ class Process:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.is_alive, self.is_stopped = True, False
+        self.is_alive, self.stops = True, 0  # how often it is stopped now
         self.ended, self.code = Event(), -9
         self.at_end: dict[Any, Callable[[], None]] = {}  # what the system does when it has ended
         self.handlers: dict[int, Callable[..., None]] = {}  # of signals
@@ -195,7 +195,7 @@ class Kernel:
                 thread.is_parked = False
             else:
                 return
-            if thread.process.is_stopped:
+            if thread.process.stops:
                 thread.process.held.append(thread)
             elif thread.process.is_alive:
                 self.switches += 1
@@ -204,12 +204,13 @@ class Kernel:
                 self.current = self.outside
 
     def stop(self, process: Process) -> None:
-        process.is_stopped = True
+        process.stops += 1
 
     def go_on(self, process: Process) -> None:
-        process.is_stopped = False
-        self.ready.extend(process.held)
-        process.held.clear()
+        process.stops -= 1
+        if not process.stops:
+            self.ready.extend(process.held)
+            process.held.clear()
 
     def kill(self, process: Process) -> None:
         """End a process: nothing of it runs again."""
@@ -301,6 +302,10 @@ class Condition:
             self._lock.acquire()
             self._lock._count = count
         return woken
+
+    def wait_for(self, predicate: Callable[[], bool]) -> None:
+        while not predicate():
+            self.wait()
 
     def notify(self, n: int = 1) -> None:
         for _ in range(min(n, len(self._waiting))):

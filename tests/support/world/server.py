@@ -26,6 +26,7 @@ from cloze.service.service import Service, single_process
 from cloze.service.settings import Settings
 from cloze.service.tasks import TASKS
 from tests.support import task_model
+from tests.support.world import adapters
 from tests.support.world.kernel import Kernel, Process
 from tests.support.world.network import Listener, Loop
 
@@ -38,6 +39,7 @@ POISON, BULK = "war", "moon"
 WORDS = [word for word in task_model.VOCABULARY if word.isalpha() and word not in (POISON, BULK)]
 
 _MOST_TOKENS, _GOLDEN_TOKENS = 4096, 8
+_STORED = {"size": 1, "sha256": "0" * 64}
 
 
 def publish(root: Path, *, is_bad: bool = False) -> str:
@@ -50,6 +52,8 @@ def publish(root: Path, *, is_bad: bool = False) -> str:
     described = task_model.manifest(
         name="world", tasks=("embed",), heads={}, embedding=embedding, architecture=architecture,
         limits={"max_tokens": _MOST_TOKENS}, license="bad" if is_bad else None,
+        adapters=adapters.SUPPORT,
+        files=dict.fromkeys(("g.onnx", "a.onnx", "golden.json", "tokenizer.json"), _STORED),
     )  # fmt: skip
     fields = {name: getattr(described, name) for name in BundleSpec.model_fields}
     store = Store(root)
@@ -106,15 +110,28 @@ class Engine:
     """An engine whose runs sleep in simulated time; see `cloze.service.core.Engine`."""
 
     device, precision, reason = Device.CPU, Precision.FP32, "it is simulated"
-    supports_varlen, adapters = False, None
+    supports_varlen = False
 
     def __init__(self, server: "Server", bundle: Bundle) -> None:
         self._server, self.version = server, bundle.manifest.version
         self._kernel, self._costs = server.kernel, server.costs
         self._has_run = self._has_probed = False
+        self.adapters = adapters.loaded(self._kernel) if server.has_adapters else None
 
     def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
         """Return the vectors of the encodings after the time of the run."""
+        if self.adapters is None:
+            return self._run(batch, lambda: [self.version] * len(batch))
+        registry = self.adapters
+        with registry.using([encoding.adapter for encoding in batch]) as used:
+            return self._run(
+                batch,
+                lambda: [self.version + 1000 * adapters.number_of(registry, one) for one in used],
+            )
+
+    def _run(
+        self, batch: Sequence[Encoding], versions: Callable[[], list[int]]
+    ) -> list[HeadOutputs]:
         kernel, costs, random = self._kernel, self._costs, self._kernel.random
         tokens = sum(len(encoding) for encoding in batch)
         self._hang(tokens, known=self._has_run)
@@ -128,7 +145,8 @@ class Engine:
             raise RuntimeError("a poisoned encoding")
         bulk = sum(len(e) for e in batch if task_model.ID[BULK] in e.input_ids)
         self._server.ran(tokens, bulk)
-        return [{"embedding": ArrayResult(_vector(e.input_ids, self.version))} for e in batch]
+        vectors = map(_vector, [encoding.input_ids for encoding in batch], versions())
+        return [{"embedding": ArrayResult(one)} for one in vectors]
 
     def _hang(self, tokens: int, *, known: bool) -> None:
         """Never return, if this run is to hang; `known`: whether such a run was measured."""
@@ -143,7 +161,8 @@ class Engine:
 
     def probe(self) -> None:
         """Run the golden outputs."""
-        self._hang(_GOLDEN_TOKENS, known=self._has_probed)
+        # After an error, the limit is that of the run.
+        self._hang(_GOLDEN_TOKENS, known=self._has_probed and not self._costs.error_share)
         self._kernel.sleep(self._costs.overhead_s + _GOLDEN_TOKENS / self._costs.tokens_per_s)
         if self._costs.is_broken:
             raise RuntimeError("other golden outputs")
@@ -158,6 +177,7 @@ class Server:
         turn_s: processor time of the event loop per callback.
         noted: called with what a process did, its name, and a value.
         failed: called with an error that no code handles.
+        has_adapters: whether the model has adapters.
         keys: the API keys, and whether each has a limit; none: no key is needed.
         downtime_s: seconds until the process starts again.
         listener: the socket to which clients connect.
@@ -177,6 +197,7 @@ class Server:
     failed: Callable[[str], None]
     settings: dict[str, Any]
     keys: dict[str, bool]
+    has_adapters: bool = False
     downtime_s: float = 1.0
     process: Process | None = None
     services: dict[Process, tuple[Service, Any]] = field(default_factory=dict)
@@ -192,6 +213,7 @@ class Server:
         self.store = Path(mkdtemp(prefix="world-", dir=shared if shared.is_dir() else None))
         publish(self.store / "models")
         self.write_keys()
+        adapters.write(self.store / "adapters")
         self.listener = Listener(self.kernel)
         self.keeper = self.kernel.spawn(self._keep)
 
@@ -230,6 +252,8 @@ class Server:
         fixed = {"model_store": store, "host": "10.0.0.1", "allow_anonymous": True, "workers": 2}
         if self.keys:
             fixed["keys_file"] = self.keys_file
+        if self.has_adapters:
+            fixed["adapter"] = (str(self.store / "adapters"),)
         return Settings(**fixed, **self.settings)  # type: ignore[arg-type]
 
     def _serve(self, process: Process) -> None:
@@ -293,10 +317,10 @@ class Server:
     def schedulers(self) -> list[Scheduler]:
         """Return the schedulers of the models that are served now."""
         return [
-            model.queue  # type: ignore[misc]
+            model.queue
             for process, (service, _) in self.services.items()
             for model in service.snapshot.by_name.values()
-            if process.is_alive
+            if process.is_alive and isinstance(model.queue, Scheduler)
         ]
 
     def ran(self, tokens: int, bulk: int) -> None:

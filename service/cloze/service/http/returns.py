@@ -104,6 +104,8 @@ class Returns:
             each_s: seconds in which the line works off one such request.
         """
         connection = request.connection
+        if connection is not None and connection.is_lost:
+            return room_s, 0.0  # nobody comes back, and `closed` was called before
         before = self.refused.get(connection)
         if before is not None and before.over not in (None, request.arrived):
             before = None

@@ -162,6 +162,14 @@ def test_a_time_is_given_back_by_who_is_admitted_early_or_leaves() -> None:
     made.returns.closed(Open(), 101.0)
 
 
+def test_a_refusal_of_who_has_left_is_kept_for_nobody() -> None:
+    made, gone = Told(), Open()
+    gone.leave()
+    assert made.refuse(gone, 100.0) == (2.0, 0.0)
+    assert not made.returns.refused
+    assert made.refuse(Open(), 100.0)[0] == 2.0
+
+
 def test_other_lines_of_a_client_are_no_way_around_the_holds() -> None:
     made, connection = Told(), Open()
     lines = [LINE._replace(patience=number % 2) for number in range(4)]

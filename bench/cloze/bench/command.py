@@ -394,9 +394,8 @@ def engines(out: Path | None, **arguments: Any) -> None:
     """Measure Cloze's graphs beside other engines on the same weights, in turns.
 
     WORK is a Hugging Face directory with the bundle's weights. What the engines make of the weights
-    stays there. The others are onnxruntime with torch's export and with its dynamic int8, OpenVINO,
-    CTranslate2, and llama.cpp with a file llama-q8_0.gguf in WORK. An engine that does not start is
-    left out with the reason.
+    stays there. The others are onnxruntime with torch's export and with its dynamic int8, OpenVINO
+    and CTranslate2. An engine that does not start is left out with the reason.
 
     \b
     Example:

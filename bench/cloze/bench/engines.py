@@ -23,7 +23,6 @@ _PRECISIONS = {
     "onnxruntime": ("fp32", "int8"),
     "openvino": ("fp32", "bf16", "int8"),
     "ctranslate2": ("fp32", "int8"),
-    "llama.cpp": ("q8_0",),
 }
 ENGINES = tuple(f"{name} {kind}" for name, kinds in _PRECISIONS.items() for kind in kinds)
 """Engine and precision, in the order of the tables."""
@@ -66,11 +65,11 @@ def measure_engines(plan: EnginesPlan, report: Callable[[str], None]) -> str:
     _write(plan.work / "bundle.json", [str(plan.model_store.resolve()), plan.model])
     ids = [each.ids for each in _tokenizer(bundle).encode_batch(list(SENTENCES))]
     _write(plan.work / "calibration.json", ids)
-    shapes, quality, left_out = list(product(plan.batches, plan.lengths)), {}, set()
-    lines: list[str] = []
+    shapes, lines = list(product(plan.batches, plan.lengths)), list[str]()
+    quality, left_out = dict[str, float](), set[str]()
     for threads in plan.threads:
         with ExitStack() as stack:
-            running = {}
+            running = dict[str, _Engine]()
             for engine in plan.engines:
                 process = stack.enter_context(_Engine(plan, engine, threads))
                 try:

@@ -160,39 +160,11 @@ def _ctranslate2(folder: Path, precision: str, threads: int) -> Embed:
     return lambda ids: np.array(encoder.forward_batch(ids.tolist()).last_hidden_state).mean(1)
 
 
-def _llama_cpp(folder: Path, precision: str, threads: int) -> Embed:
-    import llama_cpp
-
-    file, most = folder / f"llama-{precision}.gguf", 512  # tokens of a batch, as by default
-    if not file.exists():
-        sys.exit(f"llama.cpp's convert_hf_to_gguf.py writes {file.name}, which is missing")
-    sizes = {"n_ctx": most, "n_batch": most, "n_threads": threads, "n_threads_batch": threads}
-    mean = llama_cpp.LLAMA_POOLING_TYPE_MEAN
-    model = llama_cpp.Llama(str(file), embedding=True, pooling_type=mean, verbose=False, **sizes)
-
-    def run(rows: Any) -> list[Any]:
-        context, batch = model._ctx.ctx, model._batch
-        batch.reset()
-        for number, row in enumerate(rows.tolist()):
-            batch.add_sequence(row, number, True)
-        if llama_cpp.llama_encode(context, batch.batch):
-            raise RuntimeError("llama.cpp cannot run the batch")
-        vectors = [llama_cpp.llama_get_embeddings_seq(context, n) for n in range(len(rows))]
-        return [np.ctypeslib.as_array(vector, (model.n_embd(),)).copy() for vector in vectors]
-
-    def embed(ids: Any) -> Any:
-        step = max(1, most // ids.shape[1])
-        return [vector for n in range(0, len(ids), step) for vector in run(ids[n : n + step])]
-
-    return embed
-
-
 _OPEN: dict[str, Callable[[Path, str, int], Embed]] = {
     "cloze": _cloze,
     "onnxruntime": _onnxruntime,
     "openvino": _openvino,
     "ctranslate2": _ctranslate2,
-    "llama.cpp": _llama_cpp,
 }
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import click
 from cloze.bench.compare import changed
 from cloze.bench.compare import compare as compare_results
 from cloze.bench.compare import table as differences_table
+from cloze.bench.engines import ENGINES, EnginesPlan, measure_engines
 from cloze.bench.errors import BenchError
 from cloze.bench.machine import describe_machine, installed_versions
 from cloze.bench.peers import BACKENDS, PEERS
@@ -355,6 +356,55 @@ def device(out: Path | None, as_json: bool, device: str, sizes: str, **arguments
     _present(result(figures), out, as_json=as_json)
     if figures.failed:
         fail(f"failed: {'; '.join(figures.failed)}; the lines above and the notes have the reasons")
+
+
+@_command
+@click.argument("work", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--model", default="cloze-bert", help="Name of the bundle with these weights.")
+@store_option
+@click.option(
+    "--python",
+    default=sys.executable,
+    metavar="PYTHON",
+    help="Interpreter of an environment with the other engines.  [default: this one]",
+)
+@click.option(
+    "--engine",
+    "engines",
+    multiple=True,
+    type=click.Choice(ENGINES),
+    default=ENGINES,
+    help="An engine to measure; may be repeated.  [default: all]",
+)
+@click.option("--threads", default="1,2", callback=_counts, help="Threads of each engine.")
+@click.option("--batches", default="1,8,32", callback=_counts, help="Texts per batch.")
+@click.option("--lengths", default="14,128,512", callback=_counts, help="Tokens per text.")
+@click.option("--rounds", type=click.IntRange(min=1), default=5, help="Turns of each engine.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0),
+    default=0.2,
+    help="Least duration of the runs of one engine and shape in one turn.",
+)
+@click.option(
+    "--pairs", type=_PATH, help="CSV file of scored sentence pairs (STS-B), for the quality."
+)
+@click.option("--out", type=_PATH, metavar="FILE", help="Write the table to FILE.")
+def engines(out: Path | None, **arguments: Any) -> None:
+    """Measure Cloze's graphs beside other engines on the same weights, in turns.
+
+    WORK is a Hugging Face directory with the bundle's weights. What the engines make of the weights
+    stays there. The others are onnxruntime with torch's export and with its dynamic int8, OpenVINO
+    and CTranslate2. An engine that does not start is left out with the reason.
+
+    \b
+    Example:
+      cloze bench engines my-bert/ --model my-bert --python engines/bin/python --pairs dev.csv
+    """
+    text = measure_engines(EnginesPlan(**arguments), report)
+    click.echo(text)
+    if out is not None:
+        out.write_text(text + "\n")
 
 
 def _measure_run(options: RunOptions) -> Result:

@@ -201,7 +201,7 @@ def fake_outputs(encoding: Encoding, random: np.random.Generator) -> HeadOutputs
                     3,
                     len(getattr(asked, "labels", ())),
                 ),
-                "layer_embedding": (len(getattr(asked, "vectors", ())), WIDTH),
+                "layer_embedding": (len(getattr(asked, "vectors", None) or ()), WIDTH),
             }
             outputs[name] = HEADS[name].result(numbers(random, *shapes[name]))
     return outputs

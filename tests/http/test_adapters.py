@@ -40,6 +40,7 @@ from tests.support.adapter_folders import embedding as torch_embedding
 from tests.support.adapter_folders import logits as torch_logits
 from tests.support.refusals import error_of
 from tests.support.serving import Server, running_server
+from tests.support.waiting import wait_until
 
 LARGE = [f"large-{number}" for number in range(4)]
 """Adapters of which only one has room."""
@@ -407,16 +408,16 @@ def test_an_adapter_is_replaced_by_one_of_another_rank_under_load(
 ) -> None:
     old = scores(server, "stars")
     ended = threading.Event()
+    answers: list[dict[str, float]] = []
 
-    def ask() -> list[dict[str, float]]:
-        answers = []
+    def ask() -> None:
         while not ended.is_set():
             answers.append(scores(server, "stars"))
-        return answers
 
     with ThreadPoolExecutor(3) as clients:
         asking = [clients.submit(ask) for _ in range(3)]
         try:
+            wait_until(lambda: len(answers) > 0)
             for rank in (9, 2, 17):
                 new = write(tmp_path / str(rank), classifier(rank, rank=rank), base_model)
                 (served / "stars").rename(tmp_path / f"before-{rank}")
@@ -425,7 +426,8 @@ def test_an_adapter_is_replaced_by_one_of_another_rank_under_load(
                 assert scores(server, "stars") != old  # in memory before the next one comes
         finally:
             ended.set()
-        answers = [answer for client in asking for answer in client.result()]
+        for client in asking:
+            client.result()
     new_scores = scores(server, "stars")
     assert new_scores != old
     kinds = {json.dumps(answer) for answer in answers}

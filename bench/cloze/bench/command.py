@@ -366,7 +366,8 @@ def device(out: Path | None, as_json: bool, device: str, sizes: str, **arguments
     "--python",
     default=sys.executable,
     metavar="PYTHON",
-    help="Interpreter of an environment with the other engines.  [default: this one]",
+    show_default="this one",
+    help="Interpreter of an environment with the other engines.",
 )
 @click.option(
     "--engine",
@@ -374,7 +375,8 @@ def device(out: Path | None, as_json: bool, device: str, sizes: str, **arguments
     multiple=True,
     type=click.Choice(ENGINES),
     default=ENGINES,
-    help="An engine to measure; may be repeated.  [default: all]",
+    show_default="all",
+    help="An engine to measure; may be repeated.",
 )
 @click.option("--threads", default="1,2", callback=_counts, help="Threads of each engine.")
 @click.option("--batches", default="1,8,32", callback=_counts, help="Texts per batch.")

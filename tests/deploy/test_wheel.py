@@ -114,7 +114,7 @@ def test_an_export_goes_to_the_user_and_is_served_beside_what_ships(
     before = files_in(install.target)
     done = install.cloze("export", str(checkpoints["distilbert"]), "--name", "mine")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.rstrip().endswith(f"in {install.user_root / 'mine' / '1'}")
+    assert f"in {install.user_root / 'mine' / '1'}\n" in done.stdout
     assert files_in(install.target) == before, "the package is not for writing"
     assert install.listed() == [*(f"{name}@1" for name in SHIPPED), "mine@1"]
     assert install.listed(CLOZE_MODEL_STORE=str(install.home / "other")) == []

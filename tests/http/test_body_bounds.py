@@ -20,10 +20,7 @@ from tests.fuzz.damage import paths_of
 from tests.support.serving import Server, running_server
 
 MB = 1_000_000
-MOST_MB, MOST_PER_BYTE = 32, 16
-EMOJI = "=\U0001f600"
-MOST_PER_BYTE_OF_EMOJI = 80
-"""The tokenizer keeps several places of 16 bytes for each byte of a text without spaces."""
+MOST_MB, MOST_PER_BYTE = 16, 16
 
 RETURNING_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
 """Variables that let glibc give freed memory back, so that each request's growth shows."""
@@ -105,11 +102,10 @@ class Cost:
     status: int
     bytes: int
     growth_mb: float
-    most_per_byte: int = MOST_PER_BYTE
 
     @property
     def is_bounded(self) -> bool:
-        most_mb = MOST_MB + self.most_per_byte * self.bytes / MB
+        most_mb = MOST_MB + MOST_PER_BYTE * self.bytes / MB
         return self.status < 500 and self.growth_mb <= most_mb
 
 
@@ -126,8 +122,7 @@ def cost(server: Server, client: httpx.Client, body: Body, size: int) -> Cost:
     Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak begins anew
     answer = client.post(body.path, content=data, headers=headers)
     growth_mb = (_memory_kb(pid, "VmHWM") - before) * 1024 / MB
-    most = MOST_PER_BYTE_OF_EMOJI if body.name.endswith(EMOJI) else MOST_PER_BYTE
-    return Cost(answer.status_code, len(data), growth_mb, most)
+    return Cost(answer.status_code, len(data), growth_mb)
 
 
 def of_example(name: str, path: str, example: Any) -> Iterator[Body]:

@@ -138,6 +138,15 @@ def test_a_long_run_that_expands_is_refused() -> None:
     assert len(whole_text.content) == 20_000
 
 
+def test_a_long_run_of_many_bytes_is_refused() -> None:
+    spaces = TOKENIZER._vocabulary.boundary
+    with refused("text_too_long", 250_002, 1_000_005, 1_000_000):
+        list(groups(["a " + "🙂" * 250_001], spaces))
+    for accepted in ("🙂" * 250_000, "a" * 1_000_000, "🙂" * 250_000 + " " + "🙂" * 249_999):
+        parts = [piece.content for group in groups([accepted], spaces) for piece in group]
+        assert "".join(parts) == accepted
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -35,8 +35,7 @@ def tokens_run(server: Server) -> float:
 def test_it_is_flat_over_half_a_million_tokens_of_mixed_lengths() -> None:
     """Singles and bulk requests from 16 clients at once.
 
-    What the first half of them needed is all that is ever needed: by then both sessions have had
-    the largest batches, however busy the machine is.
+    What the first quarter of them needed is all that is ever needed.
     """
     texts = make_texts(words_of(Store(DEFAULT_ROOT).open("cloze-bert")), 3000).texts
     single = [Request(post("/embed", orjson.dumps({"inputs": text}))) for text in texts[:500]]
@@ -54,7 +53,7 @@ def test_it_is_flat_over_half_a_million_tokens_of_mixed_lengths() -> None:
             assert set(load.statuses) == {200}
             sizes.append((tokens_run(server), process.rss_mb()))
     assert len(sizes) >= 4
-    early = max(size for tokens, size in sizes if tokens <= max(TOKENS / 2, sizes[0][0]))
+    early = max(size for tokens, size in sizes if tokens <= max(TOKENS / 4, sizes[0][0]))
     late = max(size for tokens, size in sizes)
     assert late < early * 1.1, sizes
 

@@ -20,6 +20,12 @@ _GROUP_CHARACTERS = 65_536
 _MOST_GROWTH = 2
 """How many times as many characters a piece longer than a group may become by the normaliser."""
 
+_MOST_BYTES = 1_000_000
+"""Most bytes of a piece without a space, for which the library needs 75 times as much memory.
+
+Other tokenizers read whole texts of languages without spaces, so they have no such limit.
+"""
+
 SPACE_OR_PUNCTUATION = re.compile("[ \\n\\t\\r.,;:!?\u4e00-\u9fff]")
 """White space, and punctuation and ideographs, each of which is a token of its own.
 
@@ -123,6 +129,13 @@ def _pieces(
                     f"{len(part)} characters of a text, without a space, are {size} characters "
                     f"for the model's tokenizer; the limit is {_GROUP_CHARACTERS}"
                 )
+            if boundary is SPACE_OR_PUNCTUATION and len(part) > _MOST_BYTES // 4:
+                count = len(part.encode("utf-8", "surrogatepass"))
+                if count > _MOST_BYTES:
+                    raise TextTooLong(
+                        f"{len(part)} characters of a text, without a space, are {count} bytes; "
+                        f"the limit is {_MOST_BYTES}"
+                    )
             yield start + first, part, size
 
 

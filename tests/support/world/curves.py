@@ -2,8 +2,8 @@
 
 Usage: python -m tests.support.world.curves
 
-Requests have one text of 10 to 90 words. Clients of a closed loop have one address, and wait as they
-are told. Requests of an open load come from eight addresses, and are not sent again.
+Requests have one text of 10 to 90 words. Clients of a closed loop have one address, and wait as
+they are told. Requests of an open load come from eight addresses, and are not sent again.
 """
 
 import logging

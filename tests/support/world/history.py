@@ -1,4 +1,4 @@
-"""Histories: the clients and the faults of one seed, how a world plays them, and the shortest one."""
+"""Histories: clients and faults of one seed, how a world plays them, and the shortest one."""
 
 import hashlib
 import random
@@ -64,7 +64,8 @@ class History:
         lines = "\n".join(f"  {event}" for event in self.events)
         return (
             f"seed {self.seed}: {self.seconds:g} s, {self.tokens_per_s:.0f} tokens per second, "
-            f"{self.turn_s * 1e6:.0f} us per callback, {'front ends, ' * self.front_ends}{'keys, ' * self.has_keys}"
+            f"{self.turn_s * 1e6:.0f} us per callback, "
+            f"{'front ends, ' * self.front_ends}{'keys, ' * self.has_keys}"
             f"{'adapters, ' * self.has_adapters}settings {dict(self.settings)}\n{lines}"
         )
 

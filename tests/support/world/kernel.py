@@ -1,12 +1,13 @@
 """Simulated time, threads and processes: one real thread runs all of them, in an order of the seed.
 
 A simulated thread is a greenlet. It runs until it waits, for a lock, a condition, an event or a
-time. Then the kernel chooses by the seed which of the ready threads runs next. If none is ready, the
-clock leaps to the next timer.
+time. Then the kernel chooses by the seed which of the ready threads runs next. If none is ready,
+the clock leaps to the next timer.
 
-For example, two workers wait for a batch, and a request comes. The event loop notifies the condition
-of the first worker and goes on until it waits itself. Then either the worker or another ready thread
-runs. The engine of the worker sleeps for 0.2 s, so the clock leaps there if nothing comes before.
+For example, two workers wait for a batch, and a request comes. The event loop notifies the
+condition of the first worker and goes on until it waits itself. Then either the worker or another
+ready thread runs. The engine of the worker sleeps for 0.2 s, so the clock leaps there if nothing
+comes before.
 """
 
 import asyncio

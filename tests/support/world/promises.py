@@ -49,7 +49,7 @@ def check_answer(world: "World", asked: "Asked") -> None:
         allowed.add(503)
     if asked.adapter:  # it waits for room among adapters before it waits in the queue
         allowed |= {429, 504}
-    # Before a batch was measured, and by an idle queue, all are admitted. A text is not interrupted.
+    # Before a batch was measured, and by an idle queue, all are admitted. Texts run to their end.
     is_unknown = begin < world.server.measured_s + SLACK_S
     is_unknown |= asked.tokens / world.server.costs.tokens_per_s > limit_s / 4
     is_excused = late or is_unknown or kind == "bulk"
@@ -90,8 +90,8 @@ def check_answer(world: "World", asked: "Asked") -> None:
 def _check_told(world: "World", asked: "Asked") -> None:
     """Check that the time that a refused client is told is that of the work before it.
 
-    The work is at most one request of each connection. Clients and their lines share the rate, which
-    is measured, so the time may be several times that of the work alone.
+    The work is at most one request of each connection. Clients and their lines share the rate,
+    which is measured, so the time may be several times that of the work alone.
     """
     share = 0.1 if asked.kind == "bulk" else 0.9  # of the rate
     work = sum(one.tokens for one in world.last.values())
@@ -109,8 +109,8 @@ def _longest_run_s(world: "World") -> float:
 def _survives(world: "World", asked: "Asked") -> bool:
     """Return whether a request outlives what ends processes in its time.
 
-    It does if its headers had arrived before a drain, and its body came in time. The requests of one
-    engine process that is killed wait for the next one, to which they are sent again.
+    It does if its headers had arrived before a drain, and its body came in time. The requests of
+    one engine process that is killed wait for the next one, to which they are sent again.
     """
     assert asked.ended is not None
     begin, end = asked.began - SLACK_S, asked.ended

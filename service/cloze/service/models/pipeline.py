@@ -21,6 +21,7 @@ from cloze.service.models.equal_work import EqualWork
 from cloze.service.models.served_models import ServedModel
 from cloze.service.settings import Settings
 from cloze.service.tasks import Task, TaskContext, TaskLimits
+from cloze.service.tasks.label_vectors import LabelVectors
 from cloze.service.tasks.task import Outputs
 from cloze.service.text.tokenizer import Tokenizer
 from cloze.service.threads import run_anywhere, run_on_thread
@@ -115,13 +116,8 @@ class Pipeline:
             request.trace.parent if request.trace is not None else "",
             request.is_bulk,
         )
-        if (labels := prepared.labels) is not None and labels.missing:
-            assert self.model.labels is not None  # else the bundle was refused
-            assert self.context.labels is not None
-            encodings = labels.missing_encodings
-            self.context.labels.fill(
-                labels, await self._outputs(self.model.labels, encodings, terms, request)
-            )
+        if prepared.labels is not None and prepared.labels.missing:
+            await self._fill(prepared.labels, terms, request)
         rows, last = 0, prepared
         while True:
             rows += last.answer_rows
@@ -143,6 +139,14 @@ class Pipeline:
         request.warnings, request.usage = prepared.warnings, prepared.usage
         request.embedding_space = self._spaces(self.model.precision(), prepared.vectors)
         return value
+
+    async def _fill(self, labels: LabelVectors, terms: Terms, request: ServedRequest) -> None:
+        """Compute the vectors of labels that are missing; the texts wait for them."""
+        encoder, cache = self.model.labels, self.context.labels
+        assert encoder is not None  # else the bundle was refused
+        assert cache is not None
+        outputs = await self._outputs(encoder, labels.missing_encodings, terms, request)
+        cache.fill(labels, outputs)
 
     async def _outputs(
         self,

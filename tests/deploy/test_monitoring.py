@@ -71,11 +71,16 @@ def test_the_dashboard_is_what_its_script_writes() -> None:
     assert done.returncode == 0, "run scripts/make-dashboard"
 
 
-KEY = "cloze_metrics"
+KEY, LIMITED = "cloze_metrics", "cloze_limited"
 KEYS = f"""
 [prometheus]
 sha256 = "{hashlib.sha256(KEY.encode()).hexdigest()}"
 scopes = ["metrics", "inference"]
+
+[limited]
+sha256 = "{hashlib.sha256(LIMITED.encode()).hexdigest()}"
+scopes = ["inference"]
+requests_per_minute = 1
 """
 
 
@@ -122,6 +127,8 @@ def load(client: httpx.Client, server: Server) -> None:
     post(f"{server.url}/fill-mask", json={"inputs": "the [MASK] king"})
     post(f"{server.url}/qa", json={"inputs": {"question": "who?", "context": "the king"}})
     post(f"{server.url}/embed", json={"inputs": 1})
+    limited = {"authorization": f"Bearer {LIMITED}"}
+    post(f"{server.url}/embed", json={"inputs": "walk"}, headers=limited)
 
 
 def is_number(result: list[Any]) -> bool:

@@ -19,8 +19,8 @@ from tests.support.serving import running_server
 BEGIN = "from tests.support.other_system import run_on; run_on('win32');"
 COMMAND = f"{BEGIN} from cloze.cli import main; main()"
 
-WITHOUT = "cloze.bulk.ray_run"
-"""A module that needs an extra of its own."""
+WITHOUT = ("cloze.bulk.ray_run", "cloze.bench.apps")
+"""Modules that need an extra of their own, or the environment of another library."""
 
 LARGE = ("cloze.bench", "cloze.export")
 """Packages that take seconds to import: torch, matplotlib."""

@@ -86,8 +86,8 @@ def make_texts(words: Sequence[str], count: int, kind: str = "mixed", seed: int 
 def _word_count(rng: np.random.Generator, shares: Sequence[float]) -> int:
     kind = rng.choice(["question", "sentence", "passage"], p=shares)
     if kind == "question":
-        shares = np.array(_QUESTIONS) / sum(_QUESTIONS)
-        return _MIN_QUESTION_WORDS + int(rng.choice(len(_QUESTIONS), p=shares))
+        questions = np.array(_QUESTIONS) / sum(_QUESTIONS)
+        return _MIN_QUESTION_WORDS + int(rng.choice(len(_QUESTIONS), p=questions))
     median, sigma = _SENTENCE_WORDS if kind == "sentence" else _PASSAGE_WORDS
     return int(np.clip(rng.lognormal(np.log(median), sigma), _MIN_WORDS, _MAX_WORDS))
 

@@ -232,7 +232,7 @@ def test_the_pods_of_a_mix_are_measured(tiny_store: Path, tmp_path: Path) -> Non
     (tmp_path / "mix.csv").write_text("texts,share\nquestions,30\nmine.txt,10\n")
     (tmp_path / "mine.txt").write_text("the water of the house\n" * 20)
     command = ["bench", "pods", str(tmp_path / "mix.csv"), "--rate", "500", "--json"]
-    command += ["--model", "bert", "--model-store", str(tiny_store), "--seconds", "0.2"]
+    command += ["--model", "bert", "--model-store", str(tiny_store), "--seconds", "0.5"]
     done = CliRunner().invoke(cli, [*command, "--out", str(tmp_path / "mine")])
     assert done.exit_code == 0, done.output
     answer = json.loads(done.stdout)

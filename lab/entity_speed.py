@@ -9,27 +9,26 @@ requests per second of each server with the server's processor time per request 
 ratios of the rates to the best of the library's servers.
 """
 
-import asyncio
 import itertools
 import json
-import lzma
-import statistics
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import click
-import orjson
+import numpy as np
 
 import cloze.bench
-from cloze.bench.http_client import Connection, post
-from cloze.bench.machine import describe_machine, processor_time, stolen_share
-from cloze.bench.processes import RunningServer
-from cloze.bench.servers import MeasuredServer
+from cloze.bench.http_client import Request
+from cloze.bench.load import open_loop
+from cloze.bench.machine import describe_machine, stolen_share
+from cloze.bench.processes import MeasuredServer, RunningServer
 from cloze.bench.subjects import MeasuredModel, cloze_server
+from cloze.bench.texts import read_lines
 from cloze.model_store.manifest import Precision
+from cloze.service.server.startup import run_loop
 from cloze.service.tasks.entities import TASK
 
 LABELS = (
@@ -38,15 +37,9 @@ LABELS = (
     "musical instrument, programming language, currency, sports team, military rank, building"
 )
 TEXTS = 64
-TURNS = 2
 
 APP = Path(cloze.bench.__path__[0]) / "apps" / "gliner_app.py"
-LIBRARY = {
-    "torch": "gliner, torch",
-    "onnx": "gliner, ONNX",
-    "onnx-int8": "gliner, ONNX int8",
-    "torch-int8": "gliner, torch int8",
-}
+BACKENDS = ("torch", "onnx", "onnx-int8", "torch-int8")
 
 
 class Figures(NamedTuple):
@@ -56,69 +49,42 @@ class Figures(NamedTuple):
     cpu_ms: float
 
 
-class Load(NamedTuple):
-    """What the clients send, and how many they are."""
-
-    words: int
-    labels: int
-    clients: int
-
-
 def cut_texts(file: Path, words: int) -> list[str]:
     """Return texts of so many tokens of the file, each from another place."""
-    opened = lzma.open if file.suffix == ".xz" else open
-    with opened(file, "rt", encoding="utf-8") as lines:
-        tokens = [token for line in lines for token in json.loads(line)["tokens"]]
-    tokens = [token for token in tokens if token.isalnum()]
+    every = (token for line in read_lines(file) for token in json.loads(line)["tokens"])
+    tokens = [token for token in every if token.isalnum()]
     starts = range(0, len(tokens) - words, (len(tokens) - words) // TEXTS)
     return [" ".join(tokens[start : start + words]) for start in starts][:TEXTS]
 
 
-def bodies(texts: Sequence[str], labels: int, threshold: float) -> list[bytes]:
-    """Return a request per text."""
-    parameters = {"labels": LABELS.split(", ")[:labels], "threshold": threshold}
-    return [
-        post(TASK.route, orjson.dumps({"inputs": text, "parameters": parameters})) for text in texts
-    ]
-
-
-async def send_all(
-    server: RunningServer, requests: Sequence[bytes], clients: int, seconds: float
-) -> Figures:
-    """Send requests for some time, and wait for the last answer."""
-    numbers, answered = itertools.count(), 0
-    started, cpu_s = time.perf_counter(), server.cpu_s()
-
-    async def client() -> None:
-        nonlocal answered
-        connection = await Connection.connect(server.url)
-        while time.perf_counter() - started < seconds:
-            response = await connection.send(requests[next(numbers) % len(requests)])
-            if response.status != 200:
-                raise click.ClickException(response.body.decode())
-            answered += 1
-        await connection.close()
-
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(clients):
-            tasks.create_task(client())
-    passed = time.perf_counter() - started
-    return Figures(answered / passed, (server.cpu_s() - cpu_s) / answered * 1000)
-
-
 def measure(
-    servers: Mapping[str, RunningServer], load: Load, sent: Sequence[bytes], seconds: float
-) -> dict[str, Figures]:
-    """Return the medians of each server's turns; the servers take turns, after a first for each."""
-    turns: dict[str, list[Figures]] = {name: [] for name in servers}
-    # A batch of the slowest server takes longer than all turns of one client.
-    for _, name in itertools.product(range(1 + TURNS if load.clients == 1 else 1), servers):
-        figures = asyncio.run(send_all(servers[name], sent, load.clients, seconds))
-        turns[name].append(figures)
-    return {
-        name: Figures(*map(statistics.median, zip(*all_[-TURNS:], strict=True)))
-        for name, all_ in turns.items()
-    }
+    server: RunningServer, requests: Sequence[Request], clients: int, seconds: float
+) -> Figures:
+    """Let the clients send a request each, and then as many as take about so many seconds.
+
+    The number of requests is fixed, because a batch of a slow server may take longer than the time.
+    """
+    count = clients
+    for _ in range(2):
+        cpu_s = server.cpu_s()
+        load = run_loop(open_loop(server.url, requests, np.zeros(count), connections=clients))
+        if load.requests < count:
+            raise click.ClickException(f"{server.url} answered {dict(load.statuses)}")
+        rate = load.requests / load.seconds
+        figures = Figures(rate, (server.cpu_s() - cpu_s) / count * 1000)
+        count = max(clients, round(rate * seconds))
+    return figures
+
+
+def servers_of(
+    checkpoint: Path, store: Path, name: str, python: str, backends: Sequence[str]
+) -> Iterator[MeasuredServer]:
+    """Yield our servers in both precisions, then the library's."""
+    for precision in (Precision.FP32, Precision.INT8):
+        yield cloze_server(f"Cloze {precision}", MeasuredModel(name, store, TASK, precision))
+    for backend in backends:
+        command = (python, str(APP), str(checkpoint), backend, "{port}")
+        yield MeasuredServer(f"gliner, {backend}", command, TASK.route, "/healthz")
 
 
 @click.command()
@@ -130,7 +96,7 @@ def measure(
 @click.option("--words", default="20,100,300")
 @click.option("--labels", default="5,25")
 @click.option("--clients", default="1,16")
-@click.option("--backends", default=",".join(LIBRARY))
+@click.option("--backends", default=",".join(BACKENDS))
 @click.option("--threshold", default=0.5)
 @click.option("--seconds", default=3.0)
 def main(
@@ -147,36 +113,23 @@ def main(
     seconds: float,
 ) -> None:
     """Measure all servers in turn."""
-    servers = [
-        cloze_server(f"Cloze {precision}", MeasuredModel(name, store, TASK, precision))
-        for precision in (Precision.FP32, Precision.INT8)
-    ]
-    servers += [
-        MeasuredServer(
-            LIBRARY[backend],
-            (python, str(APP), str(checkpoint), backend, "{port}"),
-            TASK.route,
-            "/healthz",
-        )
-        for backend in backends.split(",")
-    ]
-    loads = [
-        Load(*map(int, one))
-        for one in itertools.product(words.split(","), labels.split(","), clients.split(","))
-    ]
-    requests = {one: bodies(cut_texts(texts, one.words), one.labels, threshold) for one in loads}
-    before = processor_time()
+    servers = list(servers_of(checkpoint, store, name, python, backends.split(",")))
+    stolen_share()
     print("| words, labels, clients |", " | ".join(one.name for one in servers), "| fp32 | int8 |")
     with ExitStack() as stack:
         running = {one.name: stack.enter_context(one.start()) for one in servers}
-        for load in loads:
-            results = list(measure(running, load, requests[load], seconds).values())
+        for load in itertools.product(words.split(","), labels.split(","), clients.split(",")):
+            length, number, senders = map(int, load)
+            parameters = {"labels": LABELS.split(", ")[:number], "threshold": threshold}
+            sender = replace(servers[0], extra={"parameters": parameters})
+            sent = sender.requests(cut_texts(texts, length), each=1)
+            results = [measure(one, sent, senders, seconds) for one in running.values()]
             cells = " | ".join(f"{one.rate:.3g} ({one.cpu_ms:.3g})" for one in results)
             best = max(one.rate for one in results[2:])
             ratios = " | ".join(f"{ours.rate / best:.2f}" for ours in results[:2])
-            print(f"| {', '.join(map(str, load))} | {cells} | {ratios} |", flush=True)
+            print(f"| {', '.join(load)} | {cells} | {ratios} |", flush=True)
         print("MB", {name: round(server.pss_mb()) for name, server in running.items()})
-    machine, stolen = describe_machine(2), stolen_share(before, processor_time())
+    machine, stolen = describe_machine(), stolen_share()
     print(f"{machine['processor']} ({machine['instructions']}), {stolen:.0%} stolen")
 
 

@@ -1,63 +1,43 @@
 """A soak: mixed traffic for a long time, faults on a schedule, and checks of what they left.
 
-    python -m lab.soak OUT [--minutes 30] [--frontends 2 | --frontends 0 --reload]
+    python -m lab.soak OUT [--minutes 30] [--frontends 2]
 
 Starts a server of the bundled models on loopback. An open loop sends 60 % of what a closed loop
 measured: four tasks, short and long texts, bad requests, and clients that leave. In the middle
-third of the time, the faults of `lab.soak.faults` come in turn. A server of one process
-(``--frontends 0``) gets none, or reloads (``--reload``).
+third of the time, the faults of `lab.soak.processes` come in turn. A server of one process
+(``--frontends 0``) reloads instead.
 
 Writes OUT/soak.json, OUT/soak.md and OUT/server.log. The exit code is 1 if a check of
 `lab.soak.verdict` fails.
 """
 
-import argparse
 import sys
-import time
 from pathlib import Path
 
+import click
+
 from cloze.bench.errors import BenchError
-from cloze.bench.load import allow_many_connections
-from lab.soak.faults import KINDS
-from lab.soak.report import as_markdown
+from lab.soak.processes import KINDS
 from lab.soak.run import SoakPlan, soak
+from lab.soak.verdict import as_markdown
 
 
-def main() -> int:
-    """Run a soak, print its tables, and return the exit code."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path, help="receives the results")
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--frontends", type=int, default=2)
-    parser.add_argument("--share", type=float, default=0.6, help="of the capacity")
-    parser.add_argument("--rate", type=float, default=0.0, help="requests per second instead")
-    parser.add_argument("--fault-every", type=float, default=45.0, help="seconds")
-    parser.add_argument("--reload", action="store_true", help="send SIGHUP to one process")
-    options = parser.parse_args()
-    names = [name for name in KINDS if name != "reload"] if options.frontends else []
-    if options.reload:
-        if options.frontends:
-            parser.error("a server with front ends does not reload: add --frontends 0")
-        names.append("reload")
-    plan = SoakPlan(
-        seconds=options.minutes * 60,
-        frontends=options.frontends,
-        share=options.share,
-        rate=options.rate,
-        faults=tuple(KINDS[name] for name in names),
-        fault_every_s=options.fault_every,
-    )
-    allow_many_connections()
-    started = time.monotonic()
+@click.command(context_settings={"show_default": True})
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--minutes", default=30.0)
+@click.option("--frontends", default=2, help="0: one process.")
+@click.option("--rate", default=0.0, help="Requests per second; 0: 60 % of the capacity.")
+def main(folder: Path, minutes: float, frontends: int, rate: float) -> None:
+    """Run a soak, write its results into FOLDER, and print its tables."""
+    kinds = tuple(kind for kind in KINDS.values() if kind.replaces == bool(frontends))
+    plan = SoakPlan(seconds=minutes * 60, frontends=frontends, rate=rate, faults=kinds)
     try:
-        observed, results = soak(plan, options.folder)
+        observed, results = soak(plan, folder)
     except BenchError as error:
-        print(error, file=sys.stderr)
-        return 1
-    print(as_markdown(observed, results))
-    print(f"{time.monotonic() - started:.0f} s; results are in {options.folder}")
-    return 0 if all(check.passed for check in results) else 1
+        raise click.ClickException(str(error)) from error
+    click.echo(as_markdown(observed, results))
+    sys.exit(not all(check.passed for check in results))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

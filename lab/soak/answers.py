@@ -1,22 +1,21 @@
-"""Checks and counts the answers of a soak, per 5 s."""
+"""Checks the answers of a soak."""
 
 import json
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from cloze.bench.http_client import Request
 from cloze.bench.load import Answer
-
-BUCKET_S = 5.0
 
 _TOLERANCE = 1e-4
 """Largest difference of a number from the reference; batches and threads change the last digits."""
 
 _MOST_EXAMPLES = 20
+
+_REFUSALS = (429, 503)
 
 
 class Outcome(StrEnum):
@@ -33,78 +32,55 @@ class Outcome(StrEnum):
     """The right status, and another answer than the first one to the same request."""
 
 
-_REFUSALS = (429, 503)
-
-
-@dataclass(slots=True)
-class Bucket:
-    """The answers to requests that were due within `BUCKET_S`.
+class Settled(NamedTuple):
+    """A request that has ended.
 
     Attributes:
-        latencies: seconds of the right answers, by task.
-        statuses: number of answers by status; 0 stands for a connection that closed.
+        group: of the request.
+        seconds: from the time at which the request was due until its end.
+        at_s: seconds from the start of the load until its end.
     """
 
-    latencies: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    statuses: Counter[int] = field(default_factory=Counter)
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """An answer that is not right, for the report."""
-
-    at_s: float
+    group: str
     outcome: Outcome
-    text: str
+    seconds: float
+    at_s: float
 
 
 class Answers:
     """All answers of a soak.
 
     Attributes:
-        outcomes: number of answers by outcome.
-        lost_at: seconds from the start at which connections ended before an answer.
-        refused_at: seconds from the start at which requests were refused.
+        settled: the requests that have ended, in the order of their ends.
+        references: the first right answer to each request, by number.
+        examples: some answers that are not right.
     """
 
     def __init__(self, requests: Sequence[Request], statuses: Sequence[int]) -> None:
         self._requests, self._statuses = requests, statuses
-        self._references: dict[int, bytes] = {}
-        self.outcomes: Counter[Outcome] = Counter()
-        self.buckets: dict[int, Bucket] = defaultdict(Bucket)
-        self.lost_at: list[float] = []
-        self.refused_at: list[float] = []
-        self.examples: list[Example] = []
+        self.references: dict[int, bytes] = {}
+        self.settled: list[Settled] = []
+        self.examples: list[str] = []
 
-    @property
-    def total(self) -> int:
-        """Number of requests that have ended."""
-        return self.outcomes.total()
+    def counts(self) -> Counter[Outcome]:
+        """Return the number of answers by outcome."""
+        return Counter(each.outcome for each in self.settled)
 
-    @property
-    def references(self) -> int:
-        """Number of requests that have a reference answer."""
-        return len(self._references)
+    def times(self, outcome: Outcome) -> list[float]:
+        """Return the times of an outcome, in seconds from the start of the load."""
+        return [each.at_s for each in self.settled if each.outcome is outcome]
 
     def add(self, answer: Answer) -> None:
         """Check and count an answer. The first right answer to a request is its reference."""
+        outcome, at_s = self._outcome(answer), answer.due_s + answer.seconds
         group = self._requests[answer.number].group
-        bucket = self.buckets[int(answer.due_s // BUCKET_S)]
-        bucket.statuses[answer.response.status if answer.response else 0] += 1
-        outcome = self._outcome(answer)
-        self.outcomes[outcome] += 1
-        ended_s = answer.due_s + answer.seconds
-        if outcome is Outcome.RIGHT:
-            bucket.latencies[group].append(answer.seconds)
-        elif outcome is Outcome.LOST:
-            self.lost_at.append(ended_s)
-        elif outcome is Outcome.REFUSED:
-            self.refused_at.append(ended_s)
-        elif len(self.examples) < _MOST_EXAMPLES and answer.response:
-            expected = self._references.get(answer.number, b"").decode()[:200]
-            text = f"expected {self._statuses[answer.number]} {expected}, received "
+        self.settled.append(Settled(group, outcome, answer.seconds, at_s))
+        is_bad = outcome in (Outcome.UNEXPECTED, Outcome.WRONG)
+        if is_bad and answer.response and len(self.examples) < _MOST_EXAMPLES:
+            expected = self.references.get(answer.number, b"").decode()[:200]
+            text = f"{at_s:.1f} s: expected {self._statuses[answer.number]} {expected}, received "
             text += f"{answer.response.status} {answer.response.body.decode()[:200]}"
-            self.examples.append(Example(ended_s, outcome, text))
+            self.examples.append(text)
 
     def _outcome(self, answer: Answer) -> Outcome:
         response = answer.response
@@ -114,7 +90,7 @@ class Answers:
             return Outcome.REFUSED
         if response.status != self._statuses[answer.number]:
             return Outcome.UNEXPECTED
-        reference = self._references.setdefault(answer.number, response.body)
+        reference = self.references.setdefault(answer.number, response.body)
         same = reference == response.body or _same(json.loads(reference), json.loads(response.body))
         return Outcome.RIGHT if same else Outcome.WRONG
 

@@ -1,31 +1,33 @@
 """A soak: mixed traffic with faults on a schedule, and checks of what they left."""
 
 import asyncio
-import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import uvloop
-
 from cloze.bench.http_client import Request
-from cloze.bench.load import MANY_CONNECTIONS, closed_loop, open_loop, poisson
-from cloze.bench.machine import describe_machine
-from cloze.bench.processes import RunningServer, free_port, running
+from cloze.bench.load import closed_loop, open_loop, poisson
+from cloze.bench.processes import RunningServer, running
 from cloze.bench.texts import words_of
 from cloze.model_store import Store
 from cloze.model_store.locations import DEFAULT_ROOT
+from cloze.service.machine import raise_file_limit
+from cloze.service.server.startup import run_loop
 from lab.soak.answers import Answers
-from lab.soak.faults import Fault, FaultKind, inject, schedule
-from lab.soak.report import as_json, as_markdown
+from lab.soak.processes import FaultKind, inject, sample, schedule, watching
 from lab.soak.traffic import leave, make_requests
-from lab.soak.verdict import Check, Observed, checks
-from lab.soak.watch import Sample, sample, watching
+from lab.soak.verdict import Check, Observed, as_json, as_markdown, checks
 
 _MODEL = "cloze-bert"
 
 _CAPACITY_CLIENTS, _CAPACITY_S = 16, 6.0
+
+_SHARE = 0.6
+"""Load, as a share of the capacity."""
+
+_CONNECTIONS = 4096
+"""Most connections. With fewer, requests would wait in the generator instead of at the server."""
 
 _LEAVERS = 0.05
 """Clients that leave, as a share of the other requests."""
@@ -40,14 +42,12 @@ class SoakPlan:
 
     Attributes:
         frontends: number of front ends; 0: one process.
-        share: of the capacity, which the load offers.
-        rate: requests per second instead; 0: `share` decides.
+        rate: requests per second; 0: 60 % of what a closed loop measures.
         requests: number of distinct requests, which the load repeats.
     """
 
     seconds: float
     frontends: int = 2
-    share: float = 0.6
     rate: float = 0.0
     faults: tuple[FaultKind, ...] = ()
     fault_every_s: float = 45.0
@@ -69,35 +69,24 @@ def soak(plan: SoakPlan, folder: Path) -> tuple[Observed, list[Check]]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "server.log"
-    port = free_port()
-    command = [sys.executable, "-m", "cloze", "serve", "--port", str(port)]
+    raise_file_limit(3 * _CONNECTIONS)  # of this process, and of those that it starts
+    command = [sys.executable, "-m", "cloze", "serve", "--port", "{port}"]
     if plan.frontends:
         command += ["--frontends", str(plan.frontends)]
-    own = {name: value for name, value in os.environ.items() if not name.startswith("CLOZE_")}
-    url = f"http://127.0.0.1:{port}"
-    with running(command, url, "/readyz", environment=own, log_file=log) as server:
-        measured = uvloop.run(_load(server, plan))
-    observed = Observed(
-        plan.seconds, plan.warm_up_s, *measured, log=log.read_text(errors="replace")
-    )
+    with running(command, "/readyz", log_file=log) as server:
+        observed = run_loop(_load(server, plan))
+    observed = replace(observed, log=log.read_text(errors="replace"))
     results = checks(observed)
-    machine = describe_machine(len(os.sched_getaffinity(0)))
-    (folder / "soak.json").write_text(as_json(observed, results, machine))
+    (folder / "soak.json").write_text(as_json(observed, results))
     (folder / "soak.md").write_text(as_markdown(observed, results))
     return observed, results
 
 
-async def _load(
-    server: RunningServer, plan: SoakPlan
-) -> tuple[int, Answers, list[Fault], list[Sample], tuple[Sample, Sample]]:
-    """Send the traffic and the faults.
-
-    Returns:
-        The number of requests, their answers, the faults, the samples, and those at rest.
-    """
+async def _load(server: RunningServer, plan: SoakPlan) -> Observed:
+    """Send the traffic and the faults, and return what was observed, without the log."""
     bundle = Store(DEFAULT_ROOT).open(_MODEL)
     requests, statuses = make_requests(words_of(bundle), "[MASK]", plan.requests)
-    rate = plan.rate or plan.share * await _capacity(server.url, requests)
+    rate = plan.rate or _SHARE * await _capacity(server.url, requests)
     await asyncio.sleep(_REST_S)
     before = sample(server, 0.0)
     arrivals = poisson(rate, plan.seconds)
@@ -108,14 +97,22 @@ async def _load(
     with watching(server, plan.sample_every_s) as samples:
         async with asyncio.TaskGroup() as tasks:
             load = open_loop(
-                server.url, requests, arrivals, connections=MANY_CONNECTIONS, on_answer=answers.add
+                server.url, requests, arrivals, connections=_CONNECTIONS, on_answer=answers.add
             )
             tasks.create_task(load)
             tasks.create_task(leave(server.url, requests, leavers))
             injected = tasks.create_task(inject(server, faults))
     await asyncio.sleep(_REST_S)
     after = sample(server, plan.seconds)
-    return len(arrivals), answers, injected.result(), samples, (before, after)
+    return Observed(
+        plan.seconds,
+        plan.warm_up_s,
+        sent=len(arrivals),
+        answers=answers,
+        faults=injected.result(),
+        samples=samples,
+        rest=(before, after),
+    )
 
 
 async def _capacity(url: str, requests: Sequence[Request]) -> float:

@@ -1,14 +1,19 @@
-"""What a soak observed, and the checks that it must pass."""
+"""What a soak observed, the checks that it must pass, and the report of both."""
 
+import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from statistics import median
 
+import numpy as np
+
+from cloze.bench.machine import describe_machine
+from cloze.bench.report import markdown
 from lab.soak.answers import Answers, Outcome
-from lab.soak.faults import Fault
-from lab.soak.watch import ProcessSample, Sample
+from lab.soak.processes import Fault, ProcessSample, Sample
 
 GROWTH_SHARE, GROWTH_MB = 0.1, 10.0
 """Bound on the growth of a role's memory: a share, and MB beside the share.
@@ -61,7 +66,7 @@ class Observed:
     faults: Sequence[Fault]
     samples: Sequence[Sample]
     rest: tuple[Sample, Sample]
-    log: str
+    log: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,43 +91,40 @@ def checks(observed: Observed) -> list[Check]:
 
 def _answer_checks(observed: Observed) -> Iterator[Check]:
     answers, sent = observed.answers, observed.sent
-    outcomes = answers.outcomes
-    yield Check(
-        "every request settled", answers.total == sent, f"{answers.total} of {sent} requests"
-    )
+    counts, settled = answers.counts(), len(answers.settled)
+    yield Check("every request settled", settled == sent, f"{settled} of {sent} requests")
     yield Check(
         "answers equal the first answer to the same request",
-        not outcomes[Outcome.WRONG] and outcomes[Outcome.RIGHT] >= 2 * answers.references,
-        f"{outcomes[Outcome.WRONG]} wrong of {outcomes[Outcome.RIGHT]}, "
-        f"{answers.references} references",
+        not counts[Outcome.WRONG] and counts[Outcome.RIGHT] >= 2 * len(answers.references),
+        f"{counts[Outcome.WRONG]} wrong of {counts[Outcome.RIGHT]}, "
+        f"{len(answers.references)} references",
     )
     yield Check(
         f"at least {LEAST_RIGHT_SHARE:.0%} right answers",
-        outcomes[Outcome.RIGHT] >= LEAST_RIGHT_SHARE * sent,
-        f"{outcomes[Outcome.RIGHT] / max(1, sent):.1%}",
+        counts[Outcome.RIGHT] >= LEAST_RIGHT_SHARE * sent,
+        f"{counts[Outcome.RIGHT] / max(1, sent):.1%}",
     )
     yield Check(
-        "no unexpected status", not outcomes[Outcome.UNEXPECTED], f"{outcomes[Outcome.UNEXPECTED]}"
+        "no unexpected status", not counts[Outcome.UNEXPECTED], f"{counts[Outcome.UNEXPECTED]}"
     )
-    lost = [
-        at_s
-        for at_s in answers.lost_at
-        if not any(fault.explains_loss(at_s) for fault in observed.faults)
+    lost, refused = answers.times(Outcome.LOST), answers.times(Outcome.REFUSED)
+    unexplained = [
+        at_s for at_s in lost if not any(fault.explains_loss(at_s) for fault in observed.faults)
     ]
     yield Check(
         "connections end only with their front end",
-        not lost,
-        f"{len(lost)} of {len(answers.lost_at)} lost answers were not due to a fault",
+        not unexplained,
+        f"{len(unexplained)} of {len(lost)} lost answers were not due to a fault",
     )
     outside = [
         at_s
-        for at_s in answers.refused_at
+        for at_s in refused
         if not any(0 <= at_s - fault.at_s < RECOVERS_S for fault in observed.faults)
     ]
     yield Check(
         f"at most {REFUSED_OUTSIDE_SHARE:.0%} refusals, apart from {RECOVERS_S:g} s after a fault",
         len(outside) <= REFUSED_OUTSIDE_SHARE * sent,
-        f"{len(outside)} of {len(answers.refused_at)} refusals, {sent} requests",
+        f"{len(outside)} of {len(refused)} refusals, {sent} requests",
     )
 
 
@@ -201,7 +203,7 @@ def _most_files(
 
 
 def _descriptor_check(rest: tuple[Sample, Sample]) -> Check:
-    before, after = (_by_role(sample, lambda process: process.files) for sample in rest)
+    before, after = ({each.role: each.files for each in sample.processes} for sample in rest)
     grown = [role for role in before if after.get(role, 0) > before[role] + MORE_FILES]
     figures = ", ".join(f"{role} {before[role]} to {after.get(role, 'none')}" for role in before)
     return Check(
@@ -211,10 +213,44 @@ def _descriptor_check(rest: tuple[Sample, Sample]) -> Check:
     )
 
 
-def _by_role(sample: Sample, value: Callable[[ProcessSample], int]) -> dict[str, int]:
-    return {process.role: value(process) for process in sample.processes}
-
-
 def _log_check(log: str) -> Check:
     tracebacks = len(re.findall(r"Traceback \(most recent call last\)", log))
     return Check("no traceback in the log", not tracebacks, f"{tracebacks}")
+
+
+def as_json(observed: Observed, results: Sequence[Check]) -> str:
+    """Return the figures as JSON."""
+    document = {
+        "machine": describe_machine(),
+        "seconds": observed.seconds,
+        "requests": observed.sent,
+        "checks": [asdict(check) for check in results],
+        "outcomes": observed.answers.counts(),
+        "lost_s": observed.answers.times(Outcome.LOST),
+        "refused_s": observed.answers.times(Outcome.REFUSED),
+        "faults": [asdict(fault) for fault in observed.faults],
+        "examples": observed.answers.examples,
+        "samples": [asdict(sample) for sample in observed.samples],
+    }
+    return json.dumps(document, indent=1) + "\n"
+
+
+def as_markdown(observed: Observed, results: Sequence[Check]) -> str:
+    """Return the checks, the latencies of each task and the faults as tables."""
+    latencies = defaultdict[str, list[float]](list)
+    for each in observed.answers.settled:
+        if each.outcome is Outcome.RIGHT:
+            latencies[each.group].append(1000 * each.seconds)
+    checked = [(c.name, "yes" if c.passed else "**no**", c.figures) for c in results]
+    tasks = [
+        (group, str(len(ms)), *(f"{value:.1f}" for value in np.percentile(ms, [50, 99])))
+        for group, ms in sorted(latencies.items())
+    ]
+    faults = [
+        (f"{fault.at_s:.0f}", fault.kind.name, fault.role, fault.replaced)
+        for fault in observed.faults
+    ]
+    lines = markdown(["check", "passed", "figures"], checked)
+    lines += markdown(["task", "right answers", "p50, ms", "p99, ms"], tasks)
+    lines += markdown(["at, s", "fault", "process", "replaced after, s"], faults)
+    return "\n".join(lines)

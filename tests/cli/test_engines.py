@@ -11,16 +11,16 @@ from cloze.cli import cli
 
 def _measure(store: Path, checkpoint: Path, folder: Path, *engines: str) -> list[list[str]]:
     """Return the cells of the table's rows, and the lines below the table as rows of one cell."""
-    work, pairs, out = folder / "work", folder / "pairs.csv", folder / "out.md"
+    work, pairs = folder / "work", folder / "pairs.csv"
     shutil.copytree(checkpoint, work)
     pairs.write_text("the king,the queen,4\na dog,the market,1\nthe old song,a new song,3\n")
     command = ["bench", "engines", str(work), "--model", "bert", "--model-store", str(store)]
     command += [part for engine in engines for part in ("--engine", engine)]
     command += ["--threads", "1,2", "--batches", "1,2", "--lengths", "8", "--rounds", "1"]
-    command += ["--seconds", "0", "--pairs", str(pairs), "--out", str(out)]
+    command += ["--seconds", "0", "--pairs", str(pairs)]
     done = CliRunner().invoke(cli, command)
     assert done.exit_code == 0, done.output
-    return [[cell.strip() for cell in line.split("|")] for line in out.read_text().splitlines()]
+    return [[cell.strip() for cell in line.split("|")] for line in done.stdout.splitlines()]
 
 
 def test_cloze_beside_the_same_weights_as_torch_exports_them(

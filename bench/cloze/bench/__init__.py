@@ -1,4 +1,1 @@
-"""Measures the engine, the server and its peers on the same texts, in turns.
-
-`README.md` lists every module. The service never imports this package.
-"""
+"""Measures the engine, the server and its peers on the same texts, in turns."""

@@ -88,22 +88,3 @@ def _noise(result: Result, subject: str, load: Load, figure: str) -> float:
     values = [value for turn in result.of(subject, load) if (value := turn.figure(figure))]
     median = result.median(subject, load, figure)
     return (max(values) - min(values)) / 2 / median if values and median else 0.0
-
-
-def changed(differences: list[Difference]) -> list[Difference]:
-    """Return the differences that exceed the spread of the turns."""
-    return [row for row in differences if row.verdict is not Verdict.SAME]
-
-
-def table(shown: list[Difference], *, compared: int) -> str:
-    """Format differences as Markdown; if there are none, say how many figures were compared."""
-    if not shown:
-        return f"nothing moved: {compared} figures are the same within their turns' spread\n"
-    lines = [
-        "| load | subject | figure | before | after | change | turns differ by | |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in shown:
-        values = f"{row.before:.4g} | {row.after:.4g} | {row.change:+.1%} | {row.noise:.1%}"
-        lines.append(f"| {row.load} | {row.subject} | {row.figure} | {values} | {row.verdict} |")
-    return "\n".join(lines) + "\n"

@@ -4,7 +4,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
@@ -16,7 +16,9 @@ import psutil
 from tokenizers import Tokenizer
 
 from cloze.bench.errors import BenchError
+from cloze.bench.report import markdown
 from cloze.model_store import Bundle, Store
+from cloze.tables import report
 
 _PRECISIONS = {
     "cloze": ("fp32", "int8"),
@@ -54,7 +56,7 @@ class EnginesPlan:
     pairs: Path | None
 
 
-def measure_engines(plan: EnginesPlan, report: Callable[[str], None]) -> str:
+def measure_engines(plan: EnginesPlan) -> str:
     """Return a table per number of threads, with the medians of the rounds.
 
     An engine that does not start is left out, with its reason below the tables.
@@ -90,7 +92,7 @@ def measure_engines(plan: EnginesPlan, report: Callable[[str], None]) -> str:
                 for engine, some in times.items():
                     some.append(statistics.median(each[engine] for each in rounds[1:]))
                     report(f"{threads} threads, {shape}, {engine}: {some[-1]:.2f} ms")
-        lines += [*_table(threads, shapes, times, quality), ""]
+        lines += _table(threads, shapes, times, quality)
     return "\n".join([*lines, *sorted(left_out)])
 
 
@@ -160,8 +162,7 @@ def _table(
     quality: Mapping[str, float],
 ) -> list[str]:
     """Return rows; the last ones divide our times by the best of others, fp32 by fp32."""
-    titles = [f"{threads} threads, ms", *(f"{b} x {s}" for b, s in shapes), "Spearman"]
-    rows = [titles, ["---"] * len(titles)]
+    rows = []
     for engine, ms in times.items():
         rho = f"{quality[engine]:.4f}" if engine in quality else ""
         rows.append([engine, *(f"{each:.3g}" for each in ms), rho])
@@ -173,7 +174,8 @@ def _table(
             )
             name = f"cloze {precision} over the best other"
             rows.append([name, *(f"{ours / best:.2f}" for ours, best in pairs), ""])
-    return [f"| {' | '.join(row)} |" for row in rows]
+    titles = [f"{threads} threads, ms", *(f"{b} x {s}" for b, s in shapes), "Spearman"]
+    return markdown(titles, rows)
 
 
 def _tokenizer(bundle: Bundle) -> Tokenizer:

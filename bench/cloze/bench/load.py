@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from cloze.bench.errors import BenchError
 from cloze.bench.http_client import Connection, Request, Response
-from cloze.service.machine import raise_file_limit
 
 _MAX_LATENCY_US = 3_600_000_000
 _SIGNIFICANT_DIGITS = 3
@@ -30,16 +29,8 @@ _DRAIN_TIMEOUT_S = 120.0
 MAX_CONNECTIONS = 512
 """Default of the open loop. Further arrivals wait for a connection, which counts as latency."""
 
-MANY_CONNECTIONS = 4096
-"""For an overload: with fewer, requests would wait in the generator instead of at the server."""
-
 _IDLE_S = 10.0
 """Time after which the open loop closes a connection that it does not need any more."""
-
-
-def allow_many_connections() -> None:
-    """Let this process, and the servers that it starts, open `MANY_CONNECTIONS` connections."""
-    raise_file_limit(3 * MANY_CONNECTIONS)
 
 
 def histogram() -> HdrHistogram:

@@ -9,6 +9,7 @@ import psutil
 
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.model_store.processor import instructions, processor_name
+from cloze.service.machine import available_cpus
 
 _PACKAGES = (
     DISTRIBUTION,
@@ -36,32 +37,24 @@ _LIST_VERSIONS = (
 )
 
 
-def describe_machine(cores: int) -> dict[str, str]:
-    """Return the processor, its cores, the memory and the system."""
+def describe_machine() -> dict[str, str]:
+    """Return the processor, the cores that this process may use, the memory and the system."""
     listed = instructions()
     return {
         "processor": processor_name(),
         "instructions": " ".join(each for each in _INSTRUCTION_SETS if each in listed),
-        "cores": str(cores),
+        "cores": str(available_cpus()),
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
         "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
     }
 
 
-def processor_time() -> tuple[float, float]:
-    """Return the time of all cores so far that other guests of the host took, and all time, in s.
+def stolen_share() -> float:
+    """Return the share of processor time that other guests of the host took since the last call.
 
-    Only Linux counts the former; it is 0 elsewhere.
+    Only Linux counts that time; the share is 0 elsewhere.
     """
-    times = psutil.cpu_times()
-    guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # in user and nice
-    return getattr(times, "steal", 0.0), sum(times) - guests
-
-
-def stolen_share(before: tuple[float, float], after: tuple[float, float]) -> float:
-    """Return the share that other guests took between two values of `processor_time`."""
-    passed = after[1] - before[1]
-    return (after[0] - before[0]) / passed if passed else 0.0
+    return getattr(psutil.cpu_times_percent(), "steal", 0.0) / 100
 
 
 def installed_versions(python: str = sys.executable) -> dict[str, str]:

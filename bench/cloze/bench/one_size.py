@@ -1,10 +1,8 @@
 """Measures one architecture on one device: its engine alone, and torch on the same batches."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import chain
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from cloze.bench.errors import BenchError
-from cloze.bench.result import COMPARED, ONE_LENGTH, Cell
-from cloze.bench.sizes import SIZES, flops, random_bundle, squad_lengths
-from cloze.bench.throughput import batches_for, cut_batches, rounds_per_s, run_all
+from cloze.bench.result import Cell
+from cloze.bench.sizes import flops, random_bundle, squad_lengths
+from cloze.bench.subjects import batches_for, cut_batches, rounds_per_s, run_all
 from cloze.bench.torch_encoder import TorchEncoder
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import HeadRequest
@@ -27,7 +25,7 @@ from cloze.service.settings import CPU_BATCH_TOKENS, Settings
 SQUAD = "SQuAD"
 """The name of a mix of lengths, used in place of a length."""
 
-TYPICAL_LENGTH = 128
+_TYPICAL_LENGTH = 128
 
 _MIN_TIMED_S = 0.05
 """Shortest duration of the batches that are timed together.
@@ -42,42 +40,14 @@ _LARGEST_ERROR = 0.02
 """Of our embeddings against torch's, both in fp16: ``|ours - torch's| / |torch's|``."""
 
 
-@dataclass(frozen=True, slots=True)
-class SizeOptions:
-    """How to measure an architecture.
-
-    Attributes:
-        sequences: number of sequences with SQuAD's lengths.
-        peak_flops: operations per second of the device.
-    """
-
-    device: Device
-    sequences: int
-    seconds: float
-    peak_flops: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Workload:
-    """Batches to time, and their description in the result.
-
-    Attributes:
-        group: `ONE_LENGTH` or `COMPARED`.
-        lengths: tokens per sequence, or `SQUAD`.
-        batch_tokens: largest number of tokens per batch.
-        counted: the encodings without padding, if `batches` are padded; None: all of `batches`.
-    """
-
-    subject: str
-    group: str
-    lengths: str
-    batch_tokens: int
-    batches: list[list[Encoding]]
-    counted: Sequence[Encoding] | None = None
-
-
 class SizeBenchmark:
     """An engine with random weights, exported, compared with torch, and opened as any engine is.
+
+    Args:
+        folder: receives the checkpoint and the bundle.
+        sequences: number of sequences with SQuAD's lengths.
+        seconds: duration of a measurement.
+        record: receives the figures.
 
     Attributes:
         longest: tokens of the longest sequence.
@@ -90,26 +60,35 @@ class SizeBenchmark:
     """
 
     def __init__(
-        self, name: str, folder: Path, options: SizeOptions, record: Callable[[Cell], None]
+        self,
+        name: str,
+        folder: Path,
+        device: Device,
+        record: Callable[[Cell], None],
+        *,
+        sequences: int,
+        seconds: float,
     ) -> None:
-        self._name, self._options, self._record = name, options, record
-        cuda = options.device is Device.CUDA
-        self.bundle, self._checkpoint = random_bundle(name, folder, cuda=cuda)
-        self._engine = OnnxEngine(self.bundle, options.device, "auto")
+        self._name, self._device, self._record, self._seconds = name, device, record, seconds
+        self.bundle, self._checkpoint = random_bundle(name, folder, cuda=device is Device.CUDA)
+        self._config = self._checkpoint.model.config
+        self._engine = OnnxEngine(self.bundle, device, "auto")
         settings = Settings()
-        self._workers = settings.worker_count(self._engine.device)
+        self._workers = settings.worker_count(device)
         self.longest = self.bundle.manifest.limits.max_tokens
-        self._squad = self._encodings(squad_lengths(options.sequences, self.longest))
+        self._squad = self._encodings(squad_lengths(sequences, self.longest))
         self.cost: BatchCostModel | None = None
         self.batch_tokens = CPU_BATCH_TOKENS
         if self._engine.supports_varlen:
             self.cost = measure_cost(self._engine, [HEAD], self.longest)
             self.batch_tokens = self.cost.batch_tokens(settings.batch_latency_ms / 1000)
+        self._typical = min(_TYPICAL_LENGTH, self.longest)
 
     def measure_one_length(self, length: int, tokens: int) -> None:
         """Measure batches of about `tokens` tokens, all sequences of `length` tokens."""
         batch = self._encodings(np.full(tokens // length, length))
-        self._time(_Workload(f"{self._name} engine", ONE_LENGTH, str(length), tokens, [batch]))
+        rounds = self._rounds_per_s([batch])
+        self._add(f"{self._name} engine", str(length), tokens, batch, rounds)
 
     def measure_compared(self) -> None:
         """Measure the batches that torch runs as well.
@@ -123,14 +102,11 @@ class SizeBenchmark:
             self._encodings(np.full(len(batch), max(map(len, batch))))
             for batch in cut_batches(self._squad, budget)
         ]
-        self._time(_Workload(engine, COMPARED, SQUAD, budget, batches))
-        self._time(
-            _Workload(f"{engine}, padded", COMPARED, SQUAD, budget, padded, counted=self._squad)
-        )
-        length, alike = self._alike()
-        self._time(_Workload(engine, COMPARED, str(length), budget, alike))
+        for subject, run in ((engine, batches), (f"{engine}, padded", padded)):
+            self._add(subject, SQUAD, budget, self._squad, self._rounds_per_s(run))
+        self.measure_one_length(self._typical, budget)
 
-    def measure_torch(self, variant: str, options: Mapping[str, bool]) -> float:
+    def measure_torch(self, subject: str, *, compiled: bool) -> float:
         """Measure torch on the same batches with the same weights.
 
         Returns:
@@ -139,14 +115,13 @@ class SizeBenchmark:
 
         Raises:
             BenchError: the difference is too large, so one of the two is wrong.
-            Exception: this version of torch does not support the variant.
+            Exception: torch cannot compile here.
         """
-        subject, largest = f"{self._name} torch {variant}", 0.0
-        torch.compiler.reset()  # otherwise torch stops compiling after some shapes, silently
-        peer = TorchEncoder(self._checkpoint.model, torch_device(self._options.device), **options)
-        length, alike = self._alike()
-        squad = cut_batches(self._squad, self.batch_tokens)
-        for lengths, batches in ((SQUAD, squad), (str(length), alike)):
+        peer = TorchEncoder(self._checkpoint.model, _torch_device(self._device), compiled=compiled)
+        largest, budget = 0.0, self.batch_tokens
+        alike = self._encodings(np.full(budget // self._typical, self._typical))
+        squad = cut_batches(self._squad, budget)
+        for lengths, batches in ((SQUAD, squad), (str(self._typical), [alike] * _ALIKE_BATCHES)):
             prepared = [peer.prepare([sequence.input_ids for sequence in b]) for b in batches]
             largest = max(largest, self._difference(peer.run(prepared)[0], batches[0]))
             if not largest < _LARGEST_ERROR:
@@ -154,8 +129,8 @@ class SizeBenchmark:
                     f"{subject} and the engine differ by {largest:.1e}, "
                     f"more than {_LARGEST_ERROR}: one of them is wrong"
                 )
-            rounds = rounds_per_s(partial(peer.run, prepared), 2 * self._options.seconds)
-            self._note(_Workload(subject, COMPARED, lengths, self.batch_tokens, batches), rounds)
+            rounds = rounds_per_s(partial(peer.run, prepared), 2 * self._seconds)
+            self._add(subject, lengths, budget, [each for b in batches for each in b], rounds)
         return largest
 
     def _difference(self, theirs: NDArray[np.float32], batch: list[Encoding]) -> float:
@@ -166,29 +141,20 @@ class SizeBenchmark:
         ours = np.array([output[HEAD.name].array for output in outputs])
         return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
 
-    def _alike(self) -> tuple[int, list[list[Encoding]]]:
-        """Return a typical length, and batches of sequences with this length."""
-        length = min(TYPICAL_LENGTH, self.longest)
-        batch = self._encodings(np.full(self.batch_tokens // length, length))
-        return length, [batch] * _ALIKE_BATCHES
-
     def _encodings(self, lengths: NDArray[np.int64]) -> list[Encoding]:
         """Return sequences of random tokens, one per length."""
-        rng = np.random.default_rng(1)
-        vocabulary = SIZES[self._name].vocab_size
-        requests = {HEAD.name: HeadRequest()}
+        rng, requests = np.random.default_rng(1), {HEAD.name: HeadRequest()}
         return [
             Encoding(
-                rng.integers(5, vocabulary, length, dtype=np.int32),
+                rng.integers(5, self._config.vocab_size, length, dtype=np.int32),
                 np.zeros(length, np.int32),
                 requests,
             )
             for length in lengths.tolist()
         ]
 
-    def _time(self, workload: _Workload) -> None:
-        """Run the batches for the time of one measurement, and record their speed."""
-        batches = workload.batches
+    def _rounds_per_s(self, batches: list[list[Encoding]]) -> float:
+        """Return how often the engine runs all batches per second."""
         run_all(self._engine, batches, self._workers)  # warm-up
         began = time.perf_counter()
         run_all(self._engine, batches, self._workers)
@@ -197,34 +163,36 @@ class SizeBenchmark:
         if len(batches) == 1:
             # Every worker gets the batch: workers take turns on a GPU, and share a CPU.
             repeats = max(repeats, self._workers)
-        rounds = rounds_per_s(
-            lambda: run_all(self._engine, batches * repeats, self._workers),
-            self._options.seconds,
-        )
-        self._note(workload, rounds * repeats)
+        run = partial(run_all, self._engine, batches * repeats, self._workers)
+        return repeats * rounds_per_s(run, self._seconds)
 
-    def _note(self, workload: _Workload, rounds: float) -> None:
-        """Record the figures of `rounds` rounds per second."""
-        counted = workload.counted or list(chain.from_iterable(workload.batches))
-        sizes = [len(encoding) for encoding in counted]
+    def _add(
+        self,
+        subject: str,
+        lengths: str,
+        batch_tokens: int,
+        sequences: Sequence[Encoding],
+        rounds: float,
+    ) -> None:
+        """Record that the sequences, without padding, run `rounds` times per second."""
+        sizes = [len(encoding) for encoding in sequences]
         cell = Cell(
-            workload.subject,
-            workload.group,
-            workload.lengths,
-            workload.batch_tokens,
+            subject,
+            lengths,
+            batch_tokens,
             tokens_per_s=rounds * sum(sizes),
             sequences_per_s=rounds * len(sizes),
-            of_peak=rounds * flops(SIZES[self._name], sizes) / self._options.peak_flops,
+            of_peak=rounds * flops(self._config, sizes) / peak_flops(self._device),
             engine=f"{self._name} engine",
         )
         self._record(cell)
 
 
-def torch_device(device: Device) -> torch.device:
-    """Return torch's name of a device."""
+def _torch_device(device: Device) -> torch.device:
     return torch.device("cuda" if device is Device.CUDA else "cpu")
 
 
+@cache
 def peak_flops(device: Device) -> float:
     """Return the operations per second of torch's product of two large random matrices.
 
@@ -232,7 +200,7 @@ def peak_flops(device: Device) -> float:
     """
     cuda = device is Device.CUDA
     rows, products = (8192, 20) if cuda else (2048, 2)
-    dtype, on = torch.float16 if cuda else torch.float32, torch_device(device)
+    dtype, on = torch.float16 if cuda else torch.float32, _torch_device(device)
     a, b = (torch.randn(rows, rows, device=on, dtype=dtype) for _ in range(2))
 
     def multiply() -> None:

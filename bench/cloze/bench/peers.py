@@ -7,14 +7,10 @@ from pathlib import Path
 
 from cloze.bench.errors import BenchError
 from cloze.bench.machine import installed_versions
-from cloze.bench.servers import MeasuredServer
+from cloze.bench.processes import MeasuredServer
 
-BACKENDS: dict[str, tuple[str, ...]] = {
-    "torch": (),
-    "onnx": ("optimum", "onnxruntime"),
-    "openvino": ("optimum-intel", "openvino"),
-}
-"""Backends of sentence-transformers, and the packages that each needs beside it."""
+BACKENDS = ("torch", "onnx", "openvino")
+"""Backends of sentence-transformers; a server whose environment lacks one does not start."""
 
 _APP = Path(__file__).parent / "apps" / "sentence_transformers_app.py"
 """Runs in the environment of the peer, and does not import this package."""
@@ -30,16 +26,20 @@ class Peer:
     Attributes:
         option: the option of ``cloze bench run`` that names an interpreter, in whose environment
             the peer is installed.
-        packages: what the environment must contain, for the backends.
+        packages: what the environment must contain; the first one is the title.
         servers: returns the servers from the interpreter, the checkpoint and the backends.
     """
 
     option: str
-    title: str
-    packages: Callable[[tuple[str, ...]], tuple[str, ...]]
+    packages: tuple[str, ...]
     servers: Callable[[str, Path, tuple[str, ...]], list[MeasuredServer]]
 
-    def versions(self, python: str, backends: tuple[str, ...]) -> Mapping[str, str]:
+    @property
+    def title(self) -> str:
+        """The name in tables."""
+        return self.packages[0]
+
+    def versions(self, python: str) -> Mapping[str, str]:
         """Return the versions of the packages in the interpreter's environment.
 
         Raises:
@@ -51,7 +51,7 @@ class Peer:
             raise BenchError(
                 f"the interpreter {python} of {self.title} does not start: {error}"
             ) from error
-        if missing := [name for name in self.packages(backends) if name not in versions]:
+        if missing := [name for name in self.packages if name not in versions]:
             names = ", ".join(missing)
             raise BenchError(f"{self.title} needs {names}, which {python} does not have")
         return versions
@@ -73,7 +73,7 @@ def _infinity(python: str, checkpoint: Path, _: tuple[str, ...]) -> list[Measure
             (program, "v2", *arguments, "--no-bettertransformer"),
             "/embeddings",
             "/health",
-            field="input",
+            texts_field="input",
             extra={"model": "m"},
             environment=_OFFLINE,
         )
@@ -95,13 +95,12 @@ def _sentence_transformers(
     ]
 
 
-def _app_packages(backends: tuple[str, ...]) -> tuple[str, ...]:
-    extra = [package for backend in backends for package in BACKENDS[backend]]
-    return ("sentence-transformers", "fastapi", "uvicorn", *extra)
-
-
 PEERS: tuple[Peer, ...] = (
-    Peer("infinity", "infinity-emb", lambda _: ("infinity-emb",), _infinity),
-    Peer("sentence-transformers", "sentence-transformers", _app_packages, _sentence_transformers),
+    Peer("infinity", ("infinity-emb",), _infinity),
+    Peer(
+        "sentence-transformers",
+        ("sentence-transformers", "fastapi", "uvicorn"),
+        _sentence_transformers,
+    ),
 )
 """In the order of the tables."""

@@ -104,6 +104,6 @@ def count_pods(result: Result, mix: Mapping[str, float], rate: float, pod_cores:
         cpu_ms = most and result.median(servers[0], most, "cpu_ms")
         if not cpu_ms:
             measured = ", ".join(result.texts)
-            raise ValueError(f"the result has no {name!r} (it has {measured})")
+            raise ValueError(f"no request with {name!r} was answered in time (texts: {measured})")
         kinds.append(Kind(name, share, cpu_ms))
     return Pods(kinds, rate, pod_cores)

@@ -1,21 +1,22 @@
-"""Runs a measured server as a process: starts it, waits until it is ready, and stops it."""
+"""A measured server: how to run it as a process, and how to send texts to it."""
 
-import signal
+import os
 import socket
 import subprocess
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+import orjson
 import psutil
 
 from cloze.bench.errors import BenchError
+from cloze.bench.http_client import Request, post
 
 _STOP_TIMEOUT_S = 30.0
 
@@ -69,7 +70,6 @@ def free_port() -> int:
 @contextmanager
 def running(
     command: Sequence[str],
-    url: str,
     ready_path: str,
     *,
     environment: Mapping[str, str] | None = None,
@@ -78,14 +78,22 @@ def running(
 ) -> Iterator[RunningServer]:
     """Start a server, wait until the server is ready, and stop the server when the context ends.
 
+    Args:
+        command: ``{port}`` stands for a free port of the loopback interface.
+        ready_path: answers 200 when the server is ready.
+        environment: further variables beside this process's variables without ``CLOZE_*``.
+
     Raises:
         BenchError: the server exited, or was not ready in time; with its last output.
     """
+    port = str(free_port())
+    url = f"http://127.0.0.1:{port}"
+    own = {name: value for name, value in os.environ.items() if not name.startswith("CLOZE_")}
     with log_file.open("w+b") if log_file else tempfile.TemporaryFile() as stderr:
         started = time.monotonic()
         process = subprocess.Popen(
-            list(command),
-            env=None if environment is None else dict(environment),
+            [part.replace("{port}", port) for part in command],
+            env=own | dict(environment or {}),
             stdout=subprocess.DEVNULL,
             stderr=stderr,
         )
@@ -97,7 +105,12 @@ def running(
                 time.sleep(0.01)
             yield RunningServer(url, process.pid, time.monotonic() - started)
         finally:
-            _stop(process)
+            process.terminate()
+            try:
+                process.wait(_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def _start_problem(
@@ -118,19 +131,59 @@ def _last_output(stderr: IO[bytes]) -> str:
     return " / ".join(filter(None, lines))[-600:]
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
 def _is_ready(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=2) as response:
             return bool(response.status == 200)
-    except (urllib.error.URLError, OSError):
+    except OSError:  # urllib's errors are of this type
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredServer:
+    """How to start a server, and how to send texts to the server.
+
+    Attributes:
+        command: starts the server, see `running`.
+        ready_path: answers 200 when the server is ready.
+        texts_field: of the body, holds the texts.
+        extra: further fields of the body.
+        environment: further variables, see `running`.
+        engine: name of the engine alone on the same model; "" for a peer.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    path: str
+    ready_path: str
+    texts_field: str = "inputs"
+    extra: Mapping[str, object] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    ready_timeout_s: float = 180.0
+    engine: str = ""
+
+    def start(self) -> AbstractContextManager[RunningServer]:
+        """Run the server until the context ends.
+
+        Raises:
+            BenchError: the server does not become ready.
+        """
+        return running(
+            self.command,
+            self.ready_path,
+            environment=self.environment,
+            timeout_s=self.ready_timeout_s,
+        )
+
+    def requests(self, texts: Sequence[str], *, each: int) -> list[Request]:
+        """Return requests of `each` texts; the last one may have fewer.
+
+        A text alone is sent as a string, not as a list.
+        """
+        requests = []
+        for start in range(0, len(texts), each):
+            part = texts[start : start + each]
+            inputs = part[0] if each == 1 else part
+            body = orjson.dumps({self.texts_field: inputs} | dict(self.extra))
+            requests.append(Request(post(self.path, body), len(part)))
+        return requests

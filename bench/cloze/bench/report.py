@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from cloze.bench.result import COMPARED, ONE_LENGTH, Cell, LoadKind, Result
+from cloze.bench.result import Cell, LoadKind, Result
 
 _COLUMNS = {
     "texts/s": "texts_per_s",
@@ -19,18 +19,17 @@ _COLUMNS = {
 
 def table(result: Result) -> str:
     """Format the machine, the starts, the engines, and one row per subject and load."""
-    lines = [*_heading(result), *_starts(result), *_one_length(result), *_compared(result)]
-    if result.turns:
-        lines += [*_turns(result), *_ratios(result), *_parts(result)]
-    return "\n".join(lines) + "\n"
+    parts = (_heading, _starts, _cells, _turns, _ratios)
+    return "\n".join(line for part in parts for line in part(result))
 
 
-def _row(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _header(columns: Sequence[str]) -> list[str]:
-    return [_row(columns), "|---" * len(columns) + "|"]
+def markdown(
+    columns: Sequence[str], rows: Iterable[Iterable[str]], title: Sequence[str] = ()
+) -> list[str]:
+    """Return the lines of a title, a table and a blank line; nothing without rows."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    head = [*title, f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    return [*head, *lines, ""] if lines else []
 
 
 def _listed(values: Mapping[str, object]) -> str:
@@ -53,86 +52,60 @@ def _heading(result: Result) -> list[str]:
 
 
 def _starts(result: Result) -> list[str]:
-    if not result.starts:
-        return []
-    rows = [
-        f"| {start.subject} | {start.ready_s:.2f} s | {start.rss_mb:.0f} MB |"
-        for start in result.starts
-    ]
-    return ["| | start to ready | memory then |", "|---|---|---|", *rows, ""]
+    return markdown(
+        ["", "start to ready", "memory then"],
+        [(s.subject, f"{s.ready_s:.2f} s", f"{s.rss_mb:.0f} MB") for s in result.starts],
+    )
 
 
 def _turns(result: Result) -> list[str]:
     """Return one row per load and subject, medians over turns."""
+    if not result.turns:
+        return []
     turns = max(turn.turn for turn in result.turns) + 1
-    stolen = [f"{turn.stolen:.0%}" for turn in sorted(result.turns, key=lambda turn: turn.stolen)]
-    lines = [
+    stolen = sorted(turn.stolen for turn in result.turns)
+    title = (
         f"Medians of {turns} turn{'s' * (turns != 1)}; all subjects in turn, those of a load on "
         "the same texts. "
         "CPU ms is the processor time of the server per request, client ms that of the load "
         "generator, which shares the cores. Other guests of the host took "
-        f"{stolen[0]} to {stolen[-1]} of the processor time of a load.",
-        "",
-        *_header(["load", "subject", *_COLUMNS, "failed"]),
-    ]
+        f"{stolen[0]:.0%} to {stolen[-1]:.0%} of the processor time of a load."
+    )
+    rows = []
     for load in result.loads():
         for subject in result.subjects():
             if measured := result.of(subject, load):
                 medians = [result.median(subject, load, name) for name in _COLUMNS.values()]
                 failed = sum(sum(turn.failed.values()) for turn in measured)
-                lines.append(_row([load.name, subject, *map(_figure, medians), str(failed or "")]))
-    return lines
+                rows.append([load.name, subject, *map(_figure, medians), str(failed or "")])
+    return markdown(["load", "subject", *_COLUMNS, "failed"], rows, [title, ""])
 
 
-def _one_length(result: Result) -> list[str]:
-    """Return one table per engine: a row per sequence length, a column per batch size."""
-    grid = [cell for cell in result.cells if cell.group == ONE_LENGTH]
-    lines: list[str] = []
-    for subject in dict.fromkeys(cell.subject for cell in grid):
-        cells = {(c.lengths, c.batch_tokens): c for c in grid if c.subject == subject}
-        batches = sorted({tokens for _, tokens in cells})
-        lengths = sorted({length for length, _ in cells}, key=int)
-        lines += [
-            f"{subject}, thousand tokens per second (share of the peak); "
-            "one row per sequence length, one column per number of tokens in a batch:",
-            "",
-            *_header(["tokens", *(f"{tokens:,}" for tokens in batches)]),
-        ]
-        for length in lengths:
-            row = [cells.get((length, tokens)) for tokens in batches]
-            lines.append(_row([length, *map(_speed, row)]))
-        lines.append("")
-    return lines
+def _cells(result: Result) -> list[str]:
+    """Return one row per engine and kind of batch, the subjects of one size beside each other."""
+    engines = {(cell.subject, cell.lengths, cell.batch_tokens): cell for cell in result.cells}
+    cells = sorted(result.cells, key=lambda c: (c.engine, c.lengths.zfill(9), c.batch_tokens))
 
-
-def _speed(cell: Cell | None) -> str:
-    return f"{_kilo(cell.tokens_per_s)} ({cell.of_peak:.0%})" if cell else ""
-
-
-def _compared(result: Result) -> list[str]:
-    """Return the subjects on the same batches, each beside the engine of the same size."""
-    cells = [cell for cell in result.cells if cell.group == COMPARED]
-    if not cells:
-        return []
-    by_subject = {(cell.subject, cell.lengths): cell for cell in cells}
-    lines = [
-        "The same sequences; padding is not counted:",
-        "",
-        "| | tokens | per batch | thousand tokens/s | sequences/s | of the peak | engine over it |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for cell in sorted(cells, key=lambda cell: (cell.engine, cell.lengths)):
-        engine = by_subject.get((cell.engine, cell.lengths))
+    def row(cell: Cell) -> list[str]:
+        engine = engines.get((cell.engine, cell.lengths, cell.batch_tokens))
         is_other = engine is not None and engine is not cell
         ratio = f"{engine.tokens_per_s / cell.tokens_per_s:.2f}" if engine and is_other else ""
-        batches = [cell.subject, cell.lengths, f"{cell.batch_tokens:,}"]
-        speed = [_kilo(cell.tokens_per_s), f"{cell.sequences_per_s:,.0f}", f"{cell.of_peak:.0%}"]
-        lines.append(_row([*batches, *speed, ratio]))
-    return [*lines, ""]
+        return [
+            cell.subject,
+            cell.lengths,
+            f"{cell.batch_tokens:,}",
+            _figure(cell.tokens_per_s / 1000),
+            f"{cell.sequences_per_s:,.0f}",
+            f"{cell.of_peak:.0%}",
+            ratio,
+        ]
 
-
-def _kilo(number: float) -> str:
-    return f"{number / 1000:,.0f}" if number >= 1e5 else f"{number / 1000:.1f}"
+    batches, speed = ["", "tokens", "per batch"], ["thousand tokens/s", "sequences/s"]
+    return markdown(
+        [*batches, *speed, "of the peak", "engine over it"],
+        map(row, cells),
+        ["Engines alone; padding is not counted:", ""],
+    )
 
 
 def _ratios(result: Result) -> list[str]:
@@ -141,7 +114,7 @@ def _ratios(result: Result) -> list[str]:
     servers = [subject for subject, engine in engines.items() if engine not in ("", subject)]
     peers = [subject for subject, engine in engines.items() if not engine]
     rows = [
-        _row([load.name, server, other, f"{ours / theirs:.2f}"])
+        (load.name, server, other, f"{ours / theirs:.2f}")
         for load in result.loads()
         if load.kind is LoadKind.CLOSED
         for server in servers
@@ -149,36 +122,11 @@ def _ratios(result: Result) -> list[str]:
         if (ours := result.median(server, load, "texts_per_s"))
         and (theirs := result.median(other, load, "texts_per_s"))
     ]
-    if not rows:
-        return []
     title = (
         "Texts per second of one over those of the other. The engine alone has no load generator "
         "beside it:"
     )
-    return ["", title, "", *_header(["load", "one", "other", "ratio"]), *rows]
-
-
-def _parts(result: Result) -> list[str]:
-    """Return the duration of each part of a request, for the subjects that report it."""
-    rows = {
-        (load, subject): parts
-        for load in result.loads()
-        for subject in result.subjects()
-        if (parts := result.parts(subject, load))
-    }
-    if not rows:
-        return []
-    names = list(next(iter(rows.values())))
-    return [
-        "",
-        "Where a request's time in the server goes, ms on average:",
-        "",
-        *_header(["load", "subject", *names]),
-        *(
-            _row([load.name, subject, *(_figure(parts[name]) for name in names)])
-            for (load, subject), parts in rows.items()
-        ),
-    ]
+    return markdown(["load", "one", "other", "ratio"], rows, [title, ""])
 
 
 def _figure(value: float | None) -> str:

@@ -1,16 +1,20 @@
 """The figures of a measurement, as values and as JSON."""
 
+import shlex
 import statistics
+import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
-from hdrh.histogram import HdrHistogram
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from cloze.bench.load import LoadResult
+from cloze.bench.machine import describe_machine
+from cloze.tables import report
 
 _PERCENTILES = (50.0, 90.0, 99.0, 99.9)
 
@@ -46,25 +50,6 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class ResourceUsage:
-    """What a server used during one load.
-
-    Attributes:
-        cpu_s: processor time of the server's processes, in seconds.
-        rss_mb: memory of the processes after the load, in MB.
-        pss_mb: the same, with each page counted once.
-        parts_ms: mean milliseconds of each part of a request, as the server measures them.
-        stolen: share of the machine's processor time that other guests of the host took.
-    """
-
-    cpu_s: float = 0.0
-    rss_mb: float = 0.0
-    pss_mb: float = 0.0
-    parts_ms: dict[str, float] = field(default_factory=dict)
-    stolen: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Turn:
     """One measurement of one subject under one load.
 
@@ -74,6 +59,10 @@ class Turn:
         answered: requests answered with status 200.
         latency_ms: percentiles of the answered requests, by name.
         failed: number of other answers by status; "0" is a connection that closed.
+        cpu_s: processor time of the server's processes, in seconds.
+        rss_mb: memory of the processes after the load, in MB.
+        pss_mb: the same, with each page counted once.
+        stolen: share of the machine's processor time that other guests of the host took.
         seconds: duration of the load.
         client_cpu_s: processor time of the load generator, in seconds.
         engine: the engine alone on the same model; "" for a peer.
@@ -90,11 +79,35 @@ class Turn:
     cpu_s: float = 0.0
     rss_mb: float = 0.0
     pss_mb: float = 0.0
-    parts_ms: dict[str, float] = field(default_factory=dict)
     stolen: float = 0.0
     seconds: float = 0.0
     client_cpu_s: float = 0.0
     engine: str = ""
+
+    @classmethod
+    def of_load(
+        cls, subject: str, engine: str, load: Load, turn: int, measured: LoadResult
+    ) -> Self:
+        """Return the turn that summarizes the requests of one load."""
+        statuses, latencies = measured.statuses, measured.latencies
+        latency_ms: dict[str, float] = {}
+        if latencies.get_total_count():
+            latency_ms = {
+                f"p{p:g}": latencies.get_value_at_percentile(p) / 1000 for p in _PERCENTILES
+            }
+        return cls(
+            subject,
+            load,
+            turn,
+            texts_per_s=measured.texts / measured.seconds,
+            requests_per_s=measured.requests / measured.seconds,
+            answered=measured.requests,
+            latency_ms=latency_ms,
+            failed={str(s): count for s, count in sorted(statuses.items()) if s != 200},
+            seconds=measured.seconds,
+            client_cpu_s=measured.client_cpu_s,
+            engine=engine,
+        )
 
     @property
     def cpu_ms(self) -> float:
@@ -112,45 +125,6 @@ class Turn:
         return value
 
 
-def make_turn(
-    subject: str,
-    engine: str,
-    load: Load,
-    turn: int,
-    measured: LoadResult,
-    usage: ResourceUsage,
-) -> Turn:
-    """Return the turn that summarizes the requests of one load."""
-    failed = {
-        str(status): count for status, count in sorted(measured.statuses.items()) if status != 200
-    }
-    return Turn(
-        subject,
-        load,
-        turn,
-        texts_per_s=measured.texts / measured.seconds,
-        requests_per_s=measured.requests / measured.seconds,
-        answered=measured.requests,
-        latency_ms=_latency_ms(measured.latencies),
-        failed=failed,
-        **asdict(usage),
-        seconds=measured.seconds,
-        client_cpu_s=measured.client_cpu_s,
-        engine=engine,
-    )
-
-
-def _latency_ms(latencies: HdrHistogram) -> dict[str, float]:
-    """Return percentiles, maximum and mean in milliseconds; nothing of an empty histogram."""
-    if not latencies.get_total_count():
-        return {}
-    percentiles = {f"p{p:g}": latencies.get_value_at_percentile(p) / 1000 for p in _PERCENTILES}
-    return percentiles | {
-        "max": latencies.get_max_value() / 1000,
-        "mean": latencies.get_mean_value() / 1000,
-    }
-
-
 @dataclass(frozen=True, slots=True)
 class ServerStart:
     """The start of a subject: seconds until it is ready, and its memory at that time, in MB."""
@@ -160,15 +134,11 @@ class ServerStart:
     rss_mb: float
 
 
-ONE_LENGTH, COMPARED = "one length", "compared"
-
-
 @dataclass(frozen=True, slots=True)
 class Cell:
     """The speed of one engine on batches of one kind.
 
     Attributes:
-        group: `ONE_LENGTH`, or `COMPARED` with other subjects on the same batches.
         lengths: tokens per sequence, or the name of a mix of lengths.
         batch_tokens: largest number of tokens per batch.
         tokens_per_s: tokens per second, without padding.
@@ -177,38 +147,46 @@ class Cell:
     """
 
     subject: str
-    group: str
     lengths: str
     batch_tokens: int
     tokens_per_s: float
     sequences_per_s: float
     of_peak: float
-    engine: str = ""
+    engine: str
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One run of the benchmark.
+    """One run of the benchmark; measurements add their figures.
 
     Attributes:
+        command: the command line.
+        date: the date and the time of day, UTC.
         machine: processor, cores, memory and system.
         texts: source, number and mean length in tokens of each set, by label.
         cells: of engines alone, by sequence length and batch size.
-        notes: what a reader must consider.
+        notes: what a reader must consider, such as what was left out and why.
+        failed: the names of parts that failed.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    command: str
-    date: str
-    machine: dict[str, str]
-    versions: Mapping[str, Mapping[str, str]]
     model: str
-    texts: dict[str, str]
-    turns: list[Turn]
-    starts: list[ServerStart]
+    versions: Mapping[str, Mapping[str, str]]
+    texts: dict[str, str] = field(default_factory=dict)
+    command: str = field(default_factory=lambda: shlex.join(["cloze", *sys.argv[1:]]))
+    date: str = field(default_factory=lambda: f"{datetime.now(UTC):%Y-%m-%d %H:%M}")
+    machine: dict[str, str] = field(default_factory=describe_machine)
+    turns: list[Turn] = field(default_factory=list)
+    starts: list[ServerStart] = field(default_factory=list)
     cells: list[Cell] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    def note(self, line: str) -> None:
+        """Add a note, and print it as progress."""
+        self.notes.append(line)
+        report(line)
 
     def subjects(self) -> list[str]:
         """Return the subjects in the order of their measurement."""
@@ -231,12 +209,6 @@ class Result:
         values = [turn.figure(figure) for turn in self.of(subject, load)]
         measured = [value for value in values if value is not None]
         return statistics.median(measured) if measured else None
-
-    def parts(self, subject: str, load: Load) -> dict[str, float]:
-        """Return the medians of `Turn.parts_ms`, by part."""
-        parts = [turn.parts_ms for turn in self.of(subject, load) if turn.parts_ms]
-        names = parts[0] if parts else ()
-        return {name: statistics.median(part[name] for part in parts) for name in names}
 
     def to_json(self) -> str:
         """Return the result as JSON text, for `from_json`."""

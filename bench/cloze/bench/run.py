@@ -3,35 +3,22 @@
 import asyncio
 import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
 
 from cloze.bench.errors import BenchError
 from cloze.bench.load import LoadResult, closed_loop, open_loop, poisson
-from cloze.bench.machine import processor_time, stolen_share
-from cloze.bench.parts import parts_ms, scrape
-from cloze.bench.processes import RunningServer
-from cloze.bench.result import Load, LoadKind, ResourceUsage, ServerStart, Turn, make_turn
-from cloze.bench.servers import MeasuredServer
+from cloze.bench.machine import stolen_share
+from cloze.bench.processes import MeasuredServer, RunningServer
+from cloze.bench.result import Load, LoadKind, Result, ServerStart, Turn
 from cloze.bench.subjects import EngineAlone
 from cloze.service.server.startup import run_loop
-
-T = TypeVar("T")
+from cloze.tables import report
 
 _BULK_TEXTS = 2048
 _WARM_UP_S = 1.0
 _BULK_LEAD_S = 0.5
 """A bulk request runs this long before the single requests start, and after they end."""
-
-_ATTEMPTS = 4
-"""Most runs of a load, on a host whose other guests take too much."""
-
-Report = Callable[[str], None]
-"""Receives the figures, one line each."""
-
-RunLoad = Callable[[], Coroutine[None, None, LoadResult]]
-"""Sends the requests of a load once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +34,6 @@ class Plan:
         bulk: whether to measure single requests beside one client whose bulk requests of 2,048
             texts never stop.
         label: ends the names of all loads, where a result has several plans.
-        max_stolen: share of the processor time that other guests of the host may take. A load in
-            which they take more runs again, at most three times; the quietest run counts.
     """
 
     clients: tuple[int, ...] = (1, 32)
@@ -59,7 +44,6 @@ class Plan:
     seconds: float = 10.0
     turns: int = 3
     label: str = ""
-    max_stolen: float = 1.0
 
     def load(self, kind: LoadKind, number: float | None = None) -> Load:
         """Return a load of this plan."""
@@ -70,55 +54,38 @@ class Plan:
         return self.load(LoadKind.CLOSED, clients)
 
 
-@dataclass(slots=True)
-class Measured:
-    """What was measured, and a line per server and turn that was left out."""
-
-    turns: list[Turn] = field(default_factory=list)
-    starts: list[ServerStart] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-
-
 def measure(
     engines: Mapping[str, Callable[[], EngineAlone]],
     servers: Sequence[MeasuredServer],
     texts: Sequence[str],
     plan: Plan,
-    report: Report,
-) -> Measured:
-    """Run the plan.
+    result: Result,
+) -> None:
+    """Run the plan, add the figures to the result, and print them as progress.
 
-    If a server does not start or exits, the rest of its turn is left out and reported.
+    If a server does not start or exits, the rest of its turn is left out and noted.
 
     Args:
         engines: by name; each opens one engine.
         servers: measured over HTTP.
     """
-    result = Measured()
     for number in range(plan.turns):
         for name, open_engine in engines.items():
-            measured = _measure_engine(name, open_engine(), plan, number)
-            result.turns += measured
-            _report_turns(measured, report)
+            _add(_measure_engine(name, open_engine(), plan, number), result)
         for server in servers:
             try:
                 with server.start() as process:
-                    result.starts.append(
-                        ServerStart(server.name, process.ready_s, process.rss_mb())
-                    )
-                    loads = _ServerLoads(server, process, texts, plan, number)
-                    measured = loads.measure()
+                    start = ServerStart(server.name, process.ready_s, process.rss_mb())
+                    result.starts.append(start)
+                    turns = _ServerLoads(server, process, texts, plan, number).measure()
             except BenchError as error:
-                line = f"turn {number}: {server.name} is left out: {error}"
-                result.left_out.append(line)
-                report(line)
+                result.note(f"turn {number}: {server.name} is left out: {error}")
             else:
-                result.turns += measured
-                _report_turns(measured, report)
-    return result
+                _add(turns, result)
 
 
-def _report_turns(turns: Sequence[Turn], report: Report) -> None:
+def _add(turns: Sequence[Turn], result: Result) -> None:
+    result.turns.extend(turns)
     for turn in turns:
         latency = "".join(
             f", {name} {turn.latency_ms[name]:.2f} ms"
@@ -132,29 +99,19 @@ def _report_turns(turns: Sequence[Turn], report: Report) -> None:
 
 def _measure_engine(name: str, engine: EngineAlone, plan: Plan, number: int) -> list[Turn]:
     turns = []
+    stolen_share()
     if plan.texts_per_request == 1:  # otherwise no load of the plan sends single texts
-        latencies, stolen = _quietest(lambda: engine.single_latencies(plan.seconds), plan)
+        latencies = engine.single_latencies(plan.seconds)
         count = latencies.get_total_count()
         single = LoadResult(plan.seconds, requests=count, texts=count, latencies=latencies)
-        usage = ResourceUsage(stolen=stolen)
-        turns.append(make_turn(name, name, plan.closed(1), number, single, usage))
+        turn = Turn.of_load(name, name, plan.closed(1), number, single)
+        turns.append(replace(turn, stolen=stolen_share()))
     # One client with single texts gives no batch.
     if plan.texts_per_request > 1 or max(plan.clients) > 1:
+        rate = engine.texts_per_s(plan.seconds)
         load = plan.closed(max(plan.clients))
-        rate, stolen = _quietest(lambda: engine.texts_per_s(plan.seconds), plan)
-        turns.append(Turn(name, load, number, rate, stolen=stolen, engine=name))
+        turns.append(Turn(name, load, number, rate, stolen=stolen_share(), engine=name))
     return turns
-
-
-def _quietest(measure_once: Callable[[], T], plan: Plan) -> tuple[T, float]:
-    """Measure until other guests take little; return the quietest figure and their share."""
-    found: list[tuple[float, T]] = []
-    while len(found) < _ATTEMPTS and (not found or found[-1][0] > plan.max_stolen):
-        before = processor_time()
-        measured = measure_once()
-        found.append((stolen_share(before, processor_time()), measured))
-    stolen, figure = min(found, key=lambda pair: pair[0])
-    return figure, stolen
 
 
 class _ServerLoads:
@@ -191,7 +148,7 @@ class _ServerLoads:
             arrive = partial(open_loop, self._process.url, self._requests, times)
             self._record(plan.load(LoadKind.POISSON, share), arrive)
         if plan.bulk:
-            self._record(plan.load(LoadKind.BESIDE_BULK), self._beside_bulk, parts=False)
+            self._record(plan.load(LoadKind.BESIDE_BULK), self._beside_bulk)
         return self._turns
 
     async def _closed_loop(self, clients: int, seconds: float, pause_s: float = 0.0) -> LoadResult:
@@ -199,31 +156,20 @@ class _ServerLoads:
             self._process.url, self._requests, clients=clients, seconds=seconds, pause_s=pause_s
         )
 
-    def _record(
-        self,
-        load: Load,
-        run: Callable[[], Coroutine[None, None, LoadResult]],
-        *,
-        parts: bool = True,
-    ) -> Turn:
-        """Run a load, and keep its quietest run."""
-        server = self._server
-
-        def run_once() -> tuple[LoadResult, ResourceUsage]:
-            process, url = self._process, self._process.url
-            cpu_s = process.cpu_s()
-            before = scrape(url) if server.parts and parts else None
-            measured = run_loop(run())
-            return measured, ResourceUsage(
-                cpu_s=process.cpu_s() - cpu_s,
-                rss_mb=process.rss_mb(),
-                pss_mb=process.pss_mb(),
-                parts_ms={} if before is None else parts_ms(before, scrape(url)),
-            )
-
-        (measured, usage), stolen = _quietest(run_once, self._plan)
-        usage = replace(usage, stolen=stolen)
-        turn = make_turn(server.name, server.engine, load, self._number, measured, usage)
+    def _record(self, load: Load, run: Callable[[], Coroutine[None, None, LoadResult]]) -> Turn:
+        """Run a load, and keep its figures and what the server used."""
+        server, process = self._server, self._process
+        cpu_s = process.cpu_s()
+        stolen_share()
+        measured = run_loop(run())
+        turn = Turn.of_load(server.name, server.engine, load, self._number, measured)
+        turn = replace(
+            turn,
+            cpu_s=process.cpu_s() - cpu_s,
+            rss_mb=process.rss_mb(),
+            pss_mb=process.pss_mb(),
+            stolen=stolen_share(),
+        )
         self._turns.append(turn)
         return turn
 

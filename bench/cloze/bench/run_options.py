@@ -1,22 +1,22 @@
-"""The options of ``cloze bench run``, and the texts, engines and servers that they select."""
+"""The options of ``cloze bench run``, and the measurement that they select."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Self
 
 from cloze.bench.errors import BenchError
 from cloze.bench.machine import installed_versions
 from cloze.bench.peers import PEERS, Peer
-from cloze.bench.run import Plan
-from cloze.bench.servers import MeasuredServer
+from cloze.bench.processes import MeasuredServer
+from cloze.bench.result import Result
+from cloze.bench.run import Plan, measure
 from cloze.bench.subjects import EngineAlone, MeasuredModel, cloze_server
 from cloze.bench.texts import MADE_TEXTS, Texts, make_texts, mask_a_word, read_texts, words_of
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
 from cloze.service.core import Device
-from cloze.service.tasks import TASKS, Task
+from cloze.service.tasks import TASKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,64 +25,58 @@ class RunOptions:
 
     Attributes:
         texts: sets of texts, measured one after the other: files, or names of `MADE_TEXTS`.
+        peers: interpreters by `Peer.option`.
     """
 
     models: tuple[str, ...]
     model_store: Path
     task: str
     texts: tuple[str, ...]
-    count: int
-    precisions: tuple[str, ...]
-    device: str
-    frontends: tuple[int, ...]
-    checkpoint: Path | None
-    backends: tuple[str, ...]
-    peers: Mapping[str, str]
     plan: Plan
+    count: int = 2000
+    precisions: tuple[str, ...] = ("auto",)
+    device: str = "cpu"
+    frontends: tuple[int, ...] = (0,)
+    checkpoint: Path | None = None
+    backends: tuple[str, ...] = ()
+    peers: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """The texts, engines and servers of a measurement.
+def measure_run(options: RunOptions) -> Result:
+    """Measure what the options select: each engine alone, our servers and the peers.
 
-    Attributes:
-        texts: sets of texts by label; all subjects get each of them.
-        engines: by name; each opens one engine for texts.
+    Raises:
+        BenchError: a peer does not start, has no checkpoint, or does not serve the task.
+        StoreError: a bundle cannot be opened.
+        ValueError: a file of texts is unusable.
+        OSError: a file cannot be read.
     """
-
-    texts: dict[str, Texts]
-    engines: dict[str, Callable[[Sequence[str]], EngineAlone]]
-    servers: list[MeasuredServer]
-    versions: dict[str, Mapping[str, str]]
-
-    @classmethod
-    def of(cls, options: RunOptions) -> Self:
-        """Return what the options select.
-
-        Raises:
-            BenchError: a peer does not start, has no checkpoint, or does not serve the task.
-            StoreError: a bundle cannot be opened.
-            ValueError: a file of texts is unusable.
-            OSError: a file cannot be read.
-        """
-        task = TASKS[options.task]
-        models = _models(options, task)
+    models = _models(options)
+    servers: list[MeasuredServer] = []
+    for title, model in models.items():
+        servers += (cloze_server(title, model, number) for number in options.frontends)
+    versions: dict[str, Mapping[str, str]] = {"Cloze": installed_versions()}
+    for peer, python, checkpoint in _peers(options):
+        servers += peer.servers(python, checkpoint, options.backends)
+        versions[peer.title] = peer.versions(python)
+    sets, store = _text_sets(options), Store(options.model_store)
+    references = ", ".join(store.manifest(name).reference for name in options.models)
+    result = Result(f"{references}, {options.task}", versions)
+    for name, texts in sets.items():
         engines = {
-            f"{title} engine": partial(EngineAlone, model) for title, model in models.items()
-        }
-        servers = [
-            cloze_server(title, model, number)
+            f"{title} engine": partial(EngineAlone, model, texts.texts)
             for title, model in models.items()
-            for number in options.frontends
-        ]
-        versions: dict[str, Mapping[str, str]] = {"Cloze": installed_versions()}
-        for peer, python, checkpoint in _peers(options):
-            servers += peer.servers(python, checkpoint, options.backends)
-            versions[peer.title] = peer.versions(python, options.backends)
-        return cls(_text_sets(options, task), dict(engines), servers, versions)
+        }
+        lengths = next(iter(engines.values()))().lengths
+        mean = sum(lengths) / len(lengths)
+        source = f"({texts.source}; {len(lengths)} of {mean:.1f} tokens on average)"
+        result.texts[name] = source
+        plan = replace(options.plan, label=name if len(sets) > 1 else "")
+        measure(engines, servers, texts.texts, plan, result)
+    return result
 
 
-def _models(options: RunOptions, task: Task) -> dict[str, MeasuredModel]:
+def _models(options: RunOptions) -> dict[str, MeasuredModel]:
     """Return each bundle in each precision, by title."""
     models = {}
     for bundle in options.models:
@@ -91,7 +85,7 @@ def _models(options: RunOptions, task: Task) -> dict[str, MeasuredModel]:
             models[title] = MeasuredModel(
                 bundle,
                 options.model_store,
-                task,
+                TASKS[options.task],
                 "auto" if name == "auto" else Precision(name),
                 Device(options.device),
             )
@@ -113,7 +107,7 @@ def _peers(options: RunOptions) -> Iterator[tuple[Peer, str, Path]]:
         yield peer, python, options.checkpoint.resolve()
 
 
-def _text_sets(options: RunOptions, task: Task) -> dict[str, Texts]:
+def _text_sets(options: RunOptions) -> dict[str, Texts]:
     """Return the sets of texts by label; for fill-mask, one word of each text is masked."""
     bundle = Store(options.model_store).open(options.models[0])
     sets = {}
@@ -122,7 +116,7 @@ def _text_sets(options: RunOptions, task: Task) -> dict[str, Texts]:
             texts = make_texts(words_of(bundle), options.count, name)
         else:
             texts = read_texts(Path(name), options.count)
-        if task.name == "fill-mask":
+        if options.task == "fill-mask":
             texts = mask_a_word(texts, bundle.manifest.tokenizer.mask_token or "")
         sets[label_of(name)] = texts
     if len(sets) < len(options.texts):

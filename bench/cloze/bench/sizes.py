@@ -4,17 +4,15 @@ The cost of a batch depends on the sizes of the matrices, not on the values of t
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import islice, product
 from pathlib import Path
 from string import ascii_lowercase
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tokenizers import BertWordPieceTokenizer, Tokenizer
-from transformers import AutoConfig, AutoModel
+from tokenizers import BertWordPieceTokenizer
+from transformers import AutoModel, BertConfig, DistilBertConfig, PreTrainedConfig
 
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
@@ -23,13 +21,20 @@ from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Bundle, Store
 from cloze.model_store.manifest import Precision
 
-_BASE = EncoderConfig("bert", 30522, 768, 12, 12, 3072, max_positions=512, type_vocab_size=2)
-
-SIZES = {
-    "bert-base": _BASE,
-    "bert-large": replace(_BASE, hidden_size=1024, layers=24, heads=16, intermediate_size=4096),
-    "distilbert": replace(_BASE, family="distilbert", layers=6, type_vocab_size=0),
-    "tiny": EncoderConfig("bert", 1000, 64, 2, 2, 256, max_positions=64, type_vocab_size=2),
+SIZES: dict[str, PreTrainedConfig] = {
+    "bert-base": BertConfig(),
+    "bert-large": BertConfig(
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
+    ),
+    "distilbert": DistilBertConfig(),
+    "tiny": BertConfig(
+        vocab_size=1000,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=256,
+        max_position_embeddings=64,
+    ),
 }
 """Devlin et al. 2019, section 3; Sanh et al. 2019, section 3; ``tiny`` tests the measurement."""
 
@@ -83,34 +88,14 @@ def random_bundle(name: str, folder: Path, *, cuda: bool) -> tuple[Bundle, Check
         ExportError: the graph does not agree with torch.
     """
     checkpoint = folder / f"{name}-checkpoint"
-    random_checkpoint(SIZES[name], checkpoint)
+    torch.manual_seed(0)
+    AutoModel.from_config(SIZES[name]).save_pretrained(checkpoint)  # type: ignore[no-untyped-call]
+    vocabulary = _vocabulary(SIZES[name].vocab_size)
+    BertWordPieceTokenizer(vocabulary).save(str(checkpoint / "tokenizer.json"))
     precisions = (Precision.FP16,) if cuda else ()
     options = ExportOptions(tasks=("embed",), precisions=precisions, cuda=cuda)
     bundle = export(str(checkpoint), name, Store(folder / "store"), options)
     return bundle, load_checkpoint(str(checkpoint))
-
-
-def random_checkpoint(config: EncoderConfig, folder: Path) -> None:
-    """Write a checkpoint with random weights, and a tokenizer of random words."""
-    torch.manual_seed(0)
-    settings: Any = AutoConfig.for_model(
-        config.family,
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        intermediate_size=config.intermediate_size,
-        hidden_dim=config.intermediate_size,
-        max_position_embeddings=config.max_positions,
-        type_vocab_size=config.type_vocab_size,
-    )
-    AutoModel.from_config(settings).save_pretrained(folder)  # type: ignore[no-untyped-call]
-    random_tokenizer(config.vocab_size).save(str(folder / "tokenizer.json"))
-
-
-def random_tokenizer(size: int) -> Tokenizer:
-    """Return a tokenizer of `size` tokens."""
-    return Tokenizer.from_str(BertWordPieceTokenizer(_vocabulary(size)).to_str())
 
 
 def _vocabulary(size: int) -> dict[str, int]:

@@ -1,19 +1,20 @@
-"""Describes what is measured of ours: the engine alone, and the server."""
+"""What is measured of ours: the engine alone, and the server."""
 
 import sys
 import time
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hdrh.histogram import HdrHistogram
 
 from cloze.bench.load import histogram
-from cloze.bench.servers import MeasuredServer
-from cloze.bench.throughput import batches_for, rounds_per_s, run_all
+from cloze.bench.processes import MeasuredServer
 from cloze.model_store import Store
 from cloze.model_store.batch import Encoding
-from cloze.service.core import Device, RequestedPrecision
+from cloze.service.core import Device, Engine, RequestedPrecision
 from cloze.service.models.pipeline import task_limits
 from cloze.service.models.served_models import batch_tokens, onnx_engine
 from cloze.service.settings import Settings
@@ -57,7 +58,7 @@ def cloze_server(title: str, model: MeasuredModel, frontends: int = 0) -> Measur
     arguments = [part for option in options.items() for part in option]
     command = (sys.executable, "-m", "cloze", "serve", *arguments)
     engine = f"{title} engine"
-    return MeasuredServer(name, command, model.task.route, "/readyz", parts=True, engine=engine)
+    return MeasuredServer(name, command, model.task.route, "/readyz", engine=engine)
 
 
 class EngineAlone:
@@ -107,3 +108,56 @@ class EngineAlone:
             latencies.record_value(max(1, round((time.perf_counter() - begin) * 1e6)))
             number += 1
         return latencies
+
+
+def rounds_per_s(play_round: Callable[[], object], seconds: float) -> float:
+    """Return how many rounds run per second."""
+    rounds, started = 0, time.perf_counter()
+    while not rounds or time.perf_counter() - started < seconds:
+        play_round()
+        rounds += 1
+    return rounds / (time.perf_counter() - started)
+
+
+def run_all(engine: Engine, batches: Sequence[Sequence[Encoding]], workers: int) -> None:
+    """Run every batch once on `workers` threads, the last batch first.
+
+    Raises:
+        Exception: the first exception of the engine.
+    """
+    with ThreadPoolExecutor(workers) as pool:
+        deque(pool.map(engine.run, reversed(batches)), maxlen=0)
+
+
+def cut_batches(encodings: Sequence[Encoding], batch_tokens: int) -> list[list[Encoding]]:
+    """Cut the encodings, in their order, into batches of at most `batch_tokens` tokens.
+
+    A longer encoding is a batch of its own.
+    """
+    batches: list[list[Encoding]] = []
+    tokens = batch_tokens
+    for encoding in encodings:
+        if tokens + len(encoding) > batch_tokens:
+            batches.append([])
+            tokens = 0
+        batches[-1].append(encoding)
+        tokens += len(encoding)
+    return batches
+
+
+def batches_for(
+    engine: Engine, encodings: Sequence[Encoding], batch_tokens: int
+) -> list[list[Encoding]]:
+    """Cut the encodings into batches that the engine supports.
+
+    An engine with variable-length batches takes the encodings in their order. Another engine takes
+    batches of one length each, in ascending order of length.
+    """
+    if engine.supports_varlen:
+        return cut_batches(encodings, batch_tokens)
+    groups: dict[int, list[Encoding]] = defaultdict(list)
+    for encoding in encodings:
+        groups[len(encoding)].append(encoding)
+    return [
+        batch for _, group in sorted(groups.items()) for batch in cut_batches(group, batch_tokens)
+    ]

@@ -11,22 +11,10 @@ from tokenizers import Tokenizer
 
 from cloze.model_store import Bundle
 
-_QUESTION_WORDS = {
-    7: 47,
-    8: 817,
-    9: 438,
-    10: 208,
-    11: 143,
-    12: 63,
-    13: 41,
-    14: 18,
-    15: 15,
-    16: 7,
-    17: 6,
-    18: 1,
-    19: 1,
-}
-"""Number of questions by their number of words, of 1,805 search questions (Natural Questions)."""
+_QUESTIONS = (47, 817, 438, 208, 143, 63, 41, 18, 15, 7, 6, 1, 1)
+"""Number of questions with 7, 8, ... words, of 1,805 search questions (Natural Questions)."""
+
+_MIN_QUESTION_WORDS = 7
 
 _MIX = (0.75, 0.20, 0.05)
 """Shares of an embedding service: mostly queries, some sentences, few passages to index."""
@@ -52,6 +40,12 @@ class Texts:
     source: str
 
 
+def read_lines(file: Path) -> list[str]:
+    """Return the lines of a file, also of an ``.xz`` file."""
+    data = file.read_bytes()
+    return (lzma.decompress(data) if file.suffix == ".xz" else data).decode("utf-8").splitlines()
+
+
 def read_texts(file: Path, limit: int) -> Texts:
     """Read one text per line, or JSON lines with ``text`` or ``question``; also from ``.xz``.
 
@@ -59,8 +53,7 @@ def read_texts(file: Path, limit: int) -> Texts:
         ValueError: the file has no text, or a line is not such an object.
         OSError: the file cannot be read.
     """
-    data = file.read_bytes()
-    lines = (lzma.decompress(data) if file.suffix == ".xz" else data).decode("utf-8").splitlines()
+    lines = read_lines(file)
     is_json = ".jsonl" in file.suffixes
     texts = [_text_of(line) if is_json else line for line in lines if line.strip()][:limit]
     if not texts:
@@ -93,8 +86,8 @@ def make_texts(words: Sequence[str], count: int, kind: str = "mixed", seed: int 
 def _word_count(rng: np.random.Generator, shares: Sequence[float]) -> int:
     kind = rng.choice(["question", "sentence", "passage"], p=shares)
     if kind == "question":
-        counts = np.array(list(_QUESTION_WORDS.values()))
-        return int(rng.choice(list(_QUESTION_WORDS), p=counts / counts.sum()))
+        questions = np.array(_QUESTIONS) / sum(_QUESTIONS)
+        return _MIN_QUESTION_WORDS + int(rng.choice(len(_QUESTIONS), p=questions))
     median, sigma = _SENTENCE_WORDS if kind == "sentence" else _PASSAGE_WORDS
     return int(np.clip(rng.lognormal(np.log(median), sigma), _MIN_WORDS, _MAX_WORDS))
 

@@ -60,10 +60,7 @@ NAMES = {
 
 
 def test_values_that_a_manifest_may_have() -> None:
-    """`manifests.txt` has a reason, a path with a value in Python, and the first problem per line.
-
-    To accept other lines, run this test with ``REWRITE_WORDING=1`` and read the difference.
-    """
+    """`manifests.txt` has a reason, a path with a value in Python, and the first problem per line."""
     check_table(Path(__file__).with_name("manifests.txt"), outcome)
 
 

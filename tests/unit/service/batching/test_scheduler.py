@@ -224,15 +224,7 @@ def test_a_request_whose_time_is_over_is_told() -> None:
     assert "the workers have become slower" in str(errors[1])
 
 
-def test_an_empty_queue_admits_any_request() -> None:
-    made = stepped(max_queue_tokens=10, waits=WaitLimits(0.001))
-    made._admission.tokens_per_s = 1.0
-    submit(made, [sized(1000)], later(0.0))
-    with pytest.raises(errors.Overloaded):
-        submit(made, [sized(1)], later())
-
-
-def test_a_full_queue_admits_all_of_a_request_or_none_and_a_later_round_always() -> None:
+def test_a_full_queue_admits_all_or_none_and_a_later_round_and_an_empty_one_always() -> None:
     made = stepped(max_queue_tokens=60)
     first = submit(made, [sized(10), sized(20)], later())
     with refused("overloaded"):
@@ -242,6 +234,11 @@ def test_a_full_queue_admits_all_of_a_request_or_none_and_a_later_round_always()
     assert made.state.tokens == 80
     first.cancel()
     assert made.state.tokens == 50, "cancelled work frees the queue at once"
+    empty = stepped(max_queue_tokens=10, waits=WaitLimits(0.001))
+    empty._admission.tokens_per_s = 1.0
+    submit(empty, [sized(1000)], later(0.0))
+    with pytest.raises(errors.Overloaded):
+        submit(empty, [sized(1)], later())
 
 
 def test_requests_are_counted_by_client_until_they_end() -> None:
@@ -335,8 +332,6 @@ def test_a_run_may_take_ten_times_its_prediction_and_the_margin() -> None:
     assert hung(0.2, *[2.0] * 6) == ["a run took longer than 10.0 s"]
     assert hung(None, *[2.0] * 34) == []
     assert hung(None, *[2.0] * 35) == ["a run took longer than 68.0 s"]
-
-
-def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
+    # Time in which the process was stopped does not count.
     assert hung(0.2, 1000.0, *[2.0] * 4) == []
     assert len(hung(0.2, 1000.0, *[2.0] * 5)) == 1

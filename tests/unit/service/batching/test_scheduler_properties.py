@@ -100,46 +100,46 @@ def test_every_request_ends_once_and_rightly(
         assert len(batch) == 1 or sum(map(len, batch)) <= budget
 
 
+class Blocked(FakeEngine):
+    """An engine in which texts of 5 tokens and long ones wait for an event each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin, self.release = threading.Event(), threading.Event()
+
+    def run(self, batch: list[Encoding], *, alone: bool = False) -> list:  # type: ignore[override, type-arg]
+        self.entered.set()
+        length = len(batch[0])
+        event = self.release if length > 10 else self.begin if length == 5 else self.gate
+        event.wait(WAIT_S)
+        return super().run(batch)
+
+
 def test_a_short_text_runs_while_all_workers_run_long_ones() -> None:
     """Long texts of earlier and of later requests wait meanwhile."""
-    release = threading.Event()
-
-    class LongTextsWait(FakeEngine):
-        def run(self, batch: list[Encoding], *, alone: bool = False) -> list:  # type: ignore[override, type-arg]
-            if len(batch[0]) > 10:
-                release.wait(WAIT_S)
-            return super().run(batch)
-
-    with running(LongTextsWait(), replace(LIMITS, max_batch_tokens=10)) as scheduler:
+    engine = Blocked()
+    with running(engine, replace(LIMITS, max_batch_tokens=10)) as scheduler:
         long = [submit(scheduler, [sized(20 + i)], later()) for i in range(4)]
         wait_until(lambda: len(scheduler._watchdog._runs) == 2)
         for value in (1, 2):
-            assert sums(submit(scheduler, [sized(5, value)], later())) == [5.0 * value]
+            assert sums(submit(scheduler, [sized(6, value)], later())) == [6.0 * value]
         assert not any(future.done() for future in long)
-        release.set()
+        engine.release.set()
         assert [sums(future) for future in long] == [[20.0], [21.0], [22.0], [23.0]]
 
 
 def test_a_short_text_that_waits_already_runs_beside_a_long_one() -> None:
     """Nothing arrives any more that would wake the worker for short texts."""
-    begin, release = threading.Event(), threading.Event()
-
-    class Blocked(FakeEngine):
-        def run(self, batch: list[Encoding], *, alone: bool = False) -> list:  # type: ignore[override, type-arg]
-            self.entered.set()
-            {5: begin, 20: release}.get(len(batch[0]), self.gate).wait(WAIT_S)
-            return super().run(batch)
-
     engine = Blocked()
     with running(engine, replace(LIMITS, workers=1, max_batch_tokens=10)) as scheduler:
         first = submit(scheduler, [sized(5)], later())
         assert engine.entered.wait(WAIT_S)
         long, short = (submit(scheduler, [sized(length)], later()) for length in (20, 6))
-        begin.set()
+        engine.begin.set()
         assert sums(first) == [5.0]
         assert sums(short) == [6.0]
         assert not long.done()
-        release.set()
+        engine.release.set()
         assert sums(long) == [20.0]
 
 

@@ -145,7 +145,6 @@ async def test_a_client_that_leaves_ends_its_request_alone() -> None:
 
 async def test_a_client_may_leave_when_its_request_has_ended() -> None:
     """The task goes on, and may have begun the next request of the connection."""
-
     asked = request(b"1")
     connection = record_of(asked).connection
     with limits_of().request(asked):
@@ -158,7 +157,6 @@ async def test_a_client_may_leave_when_its_request_has_ended() -> None:
 @pytest.mark.parametrize("ends", ["late", "leaves", "in time"])
 async def test_a_task_that_is_cancelled_stays_cancelled(ends: str) -> None:
     """As at the end of the server, also if the request ends at the same time."""
-
     asked, after = timed(1.0, b"1"), []
 
     async def answer() -> None:
@@ -379,7 +377,6 @@ async def test_the_content_holds_memory_and_what_it_may_become_before() -> None:
 @on_threads
 async def test_decompression_ends_with_its_request() -> None:
     """A gigabyte of zeros takes seconds, and the request may take 0.1 s."""
-
     data = gzip.compress(bytes(2**20)) * 1000
     asked = request(data, content_encoding="gzip", x_request_timeout_ms="100")
     threads = threading.active_count()

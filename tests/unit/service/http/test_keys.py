@@ -16,7 +16,7 @@ from cloze.service.http.keys import Key, KeyEntry, Keys
 from cloze.service.http.record import Callers, Paths, timeout_s
 from cloze.service.http.watched_files import WatchedFiles
 from tests.support.records import pairs, recorded
-from tests.support.refusals import refused
+from tests.support.refusals import check_table, refused
 
 
 def digest(key: str) -> str:
@@ -76,13 +76,10 @@ def test_tokens_are_taken_when_they_are_known_and_may_be_owed() -> None:
         key.count(2.0)
     assert again.value.retry_after_s == pytest.approx(39.1)
     key.count(41.2)
-
-
-def test_an_idle_minute_before_the_tokens_are_known_saves_nothing_up() -> None:
     key = Key("team", entry(tokens=60))
     key.count(0.0)
     key.take_tokens(60, 50.0)
-    with pytest.raises(Overloaded):
+    with pytest.raises(Overloaded):  # an idle minute before that saves nothing up
         key.count(50.9)
 
 
@@ -124,28 +121,19 @@ def test_a_key_is_found_by_its_hash(tmp_path: Path) -> None:
         assert (key.name if key else None) == name
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("", "has no key; make one with"),
-        ("one = " + "9" * 5000, "is no TOML"),
-        ("one = " + "[" * 10_000, "is no TOML"),
-        ('[one]\nsha256 = "abc"\nscopes = ["inference"]', "sha256"),
-        ("x = 1", "a key: "),
-        (TABLE.format(name="one", digest=digest("k")) + "more = 1", "more"),
-        (f'[one]\nsha256 = "{digest("k")}"\nscopes = ["root"]', "'admin', got 'root'$"),
-        (TABLE.format(name="one", digest=digest("k")) + "requests_per_minute = 0", "to 1, got 0$"),
-        (TABLE.format(name="one", digest=digest("k")) + "tokens_per_minute = 0", "tokens_per"),
-        (TABLE.format(name="one", digest=digest("k")) + 'expires = "soon"', "expires: "),
-        ('[one]\nsha256 = []\nscopes = ["inference"]', "sha256"),
-    ],
-)
-def test_files_of_keys_that_are_refused(tmp_path: Path, text: str, problem: str) -> None:
-    (tmp_path / "keys").write_text(text)
-    with pytest.raises(StartupError, match=problem):
-        Keys(tmp_path / "keys")
-    with pytest.raises(StartupError, match="cannot be read: No such file"):
-        Keys(tmp_path / "missing")
+def test_files_of_keys_that_are_refused(tmp_path: Path) -> None:
+    """`keys.txt` has the kind of a fault, a file in Python, and the refusal per line."""
+    table = TABLE.format(name="one", digest=digest("k"))
+
+    def outcome(_: str, content: str) -> str:
+        (tmp_path / "keys").unlink(missing_ok=True)
+        if (text := eval(content, {"TABLE": table, "DIGEST": digest("k")})) is not None:
+            (tmp_path / "keys").write_text(text)
+        with pytest.raises(StartupError) as error:
+            Keys(tmp_path / "keys")
+        return str(error.value).replace(str(tmp_path), "FOLDER")
+
+    check_table(Path(__file__).with_name("keys.txt"), outcome)
 
 
 @pytest.mark.parametrize(

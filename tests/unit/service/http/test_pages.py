@@ -43,10 +43,7 @@ async def handler(_: Request) -> Response:
 
 
 def test_the_document_of_routes() -> None:
-    """`openapi.json` is the document of four routes: with all there is, and with less.
-
-    To accept another document, run this test with ``REWRITE_WORDING=1`` and read the difference.
-    """
+    """`openapi.json` is the document of four routes: with all there is, and with less."""
     full = RouteDoc(
         "One line", "group", Told, Wrong, Asked, {"An example": {"text": "a"}}, (RAW, NPY, TEXT),
         {"x-own": ("integer", "a number")}, (415, 429, 499, 422),

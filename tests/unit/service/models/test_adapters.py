@@ -145,16 +145,11 @@ def test_an_adapter_with_a_head_has_the_task_of_its_head_alone(tmp_path: Path) -
     assert list(manifest.heads) == ["sequence_classification"]
 
 
-@pytest.mark.parametrize(
-    ("labels", "kind"), [(1, "multi_label_classification"), (2, "single_label_classification")]
-)
-def test_labels_without_names_are_those_of_transformers(labels: int, kind: str) -> None:
-    _, options = adapters._labels(classifier(labels), HIDDEN, {})
-    assert options.model_dump()["labels"] == tuple(f"LABEL_{n}" for n in range(labels))
-    assert options.model_dump()["problem_type"] == kind
-
-
-def test_labels_are_as_many_as_the_rows_of_the_head() -> None:
+def test_labels_are_as_many_as_rows_and_without_names_those_of_transformers() -> None:
+    for rows, kind in ((1, "multi_label_classification"), (2, "single_label_classification")):
+        options = adapters._labels(classifier(rows), HIDDEN, {})[1].model_dump()
+        assert options["labels"] == tuple(f"LABEL_{n}" for n in range(rows))
+        assert options["problem_type"] == kind
     names = {"id2label": {"0": "bad", "1": "good", "2": "best"}}
     adapters._labels(classifier(10_000), HIDDEN, {})
     for rows, given in ((2, names), (4, names), (10_001, {})):

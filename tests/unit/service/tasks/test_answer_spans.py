@@ -105,6 +105,14 @@ def test_an_answer_of_several_windows_has_the_score_of_the_best() -> None:
         assert best.answer == "open"
 
 
+def test_a_score_is_at_most_1() -> None:
+    """Also where float32 rounds the probabilities of a window to a sum above 1."""
+    never = (-1000.0, -1000.0)
+    logits = window((0.0, 0.0), never, never, never, (-17.5, -17.5), cls=never)
+    answer = only(best_answers(QUESTION, [logits], OPTIONS))
+    assert (answer.answer, answer.score) == ("red", 1.0)
+
+
 def test_no_answer_has_the_least_score_of_all_windows() -> None:
     question = asking(CONTEXT, SPANS, 3, [(0, 3), (2, 5)])
     options = QaOptions(12, 1, 4, top_k=3, handle_impossible_answer=True)

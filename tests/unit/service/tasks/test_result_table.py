@@ -61,9 +61,9 @@ def refusing(threshold: float) -> Any:
     return context(heads=heads | {"span": SpanOptions(no_answer_threshold=threshold).model_dump()})
 
 
-def tagger(label: str) -> Any:
-    """Return a model with another name of the last label."""
-    heads = {"token_classification": {"labels": (*LABELS[:-1], label)}}
+def tagger(*labels: str) -> Any:
+    """Return a model with other labels of tokens."""
+    heads = {"token_classification": {"labels": labels}}
     return context(tasks=("token-classification",), embedding=None, heads=heads)
 
 
@@ -90,9 +90,11 @@ MODELS = {
     "late reads more": late(document_tokens=20),
     "late averages": late(averages=True),
     "lexical": context(tasks=["lexical"], embedding=None, heads={"lexical": SKIPPED}),
-    "places": tagger("LOC"),
-    "small places": tagger("loc"),
-    "places of two words": tagger("a b"),
+    "places": tagger(*LABELS[:-1], "LOC"),
+    "small places": tagger(*LABELS[:-1], "loc"),
+    "places of two words": tagger(*LABELS[:-1], "a b"),
+    "marks ends": tagger("O", "B-PER", "I-PER", "E-PER", "S-PER", "S-LOC"),
+    "marks no ends": tagger("O", "B-PER", "I-PER", "E-MAIL", "S-BAHN"),
     "answers": refusing(-3.0),
     "rather not": refusing(3.0),
 }
@@ -158,6 +160,7 @@ def both(first: list[Any], second: list[Any]) -> list[Any]:
 
 NAMES = {
     "both": both,
+    "sure": lambda count, *numbers: 9 * np.eye(count)[[0, *numbers, 0]],
     "tagged": tagged, "spans": spans, "LOW": (-9.0, -9.0), "NEVER": (-1000.0, -1000.0),
     "ASKED": {"question": "a", "context": "red doors tree Red"}, "LETTERS": "a b c d e f g h i j k l m n",
     "FEW": {"max_seq_len": 12, "max_answer_len": 3, "max_question_len": 4},

@@ -378,10 +378,10 @@ def test_other_statuses_are_not_asked_again(
 def test_a_request_that_may_not_have_arrived_is_sent_again(
     error: type[httpx.TransportError], is_sent_again: bool, waits: list[float]
 ) -> None:
-    errors = iter([error("no")])
+    raised = iter([error("no")])
 
     def handler(_: httpx.Request) -> httpx.Response:
-        for one in errors:
+        for one in raised:
             raise one
         return httpx.Response(200, json={})
 

@@ -247,7 +247,6 @@ def test_a_client_may_have_64_requests_waiting_however_long_the_wait_is() -> Non
         (ExpectedWait(3.0, 0.1, 100), None, {}, 0.5),
         (ExpectedWait(3.0, 0.1, 65), None, {}, 0.2),
         (ExpectedWait(3.0, 0.1, 63), None, {}, 0.0),
-        (ExpectedWait(3.0, 0.1, 5), None, {}, 0.0),
         # Bulk requests have no free ones, since others may take their rate.
         (ExpectedWait(3.0, 0.1, 5), None, {"is_bulk": True}, 0.5),
         (ExpectedWait(3.0, 0.1, 50), None, {"share": 0.75}, 0.3),

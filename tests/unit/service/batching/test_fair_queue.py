@@ -154,7 +154,7 @@ def test_tokens_bound_a_batch(varlen: bool) -> None:
     assert (lengths_of(taken), taken.fill) == ([5, 5], BatchFill.TOKENS)
     assert queue.tokens == 10
     assert lengths_of(queue.taken(9)) == [5]
-    long = Queue(varlen=varlen)
+    long = Queue(varlen=True)
     long.put("a", 50, 1)
     taken = long.taken(10)
     assert (lengths_of(taken), taken.fill) == ([50], BatchFill.TOKENS), "it runs alone"

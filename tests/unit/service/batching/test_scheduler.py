@@ -218,10 +218,10 @@ def test_a_request_whose_time_is_over_is_told() -> None:
     while not slow.done():
         made.look(worker)
         worker.batch = []
-    errors = [future.exception(0) for future in (over, slow)]
-    assert [type(error) for error in errors] == [errors.DeadlineExceeded] * 2
-    assert "was over before it ran" in str(errors[0])
-    assert "the workers have become slower" in str(errors[1])
+    ends = [future.exception(0) for future in (over, slow)]
+    assert [type(error) for error in ends] == [errors.DeadlineExceeded] * 2
+    assert "was over before it ran" in str(ends[0])
+    assert "the workers have become slower" in str(ends[1])
 
 
 def test_a_full_queue_admits_all_or_none_and_a_later_round_and_an_empty_one_always() -> None:

@@ -1,6 +1,7 @@
 """Keys, clients, errors and paths of requests, without a server."""
 
 import hashlib
+import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,8 @@ def test_files_of_keys_that_are_refused(tmp_path: Path) -> None:
             (tmp_path / "keys").write_text(text)
         with pytest.raises(StartupError) as error:
             Keys(tmp_path / "keys")
-        return str(error.value).replace(str(tmp_path), "FOLDER")
+        message = str(error.value).replace(str(tmp_path), "FOLDER")
+        return re.sub("no TOML: .*", "no TOML", message)  # the interpreter's own words
 
     check_table(Path(__file__).with_name("keys.txt"), outcome)
 

@@ -54,6 +54,7 @@ CLS = {"name": "cls", "embedding": EMBEDDING | {"pooling": "cls"}}
 SERVICES: dict[str, tuple[Sequence[dict[str, Any]], HandEngine | None, dict[str, Any]]] = {
     "tiny": (({}, EMBEDDER, {"version": 2}), None, {"aliases": ALIASES}),
     "ranks": (({}, ranker("relevance")), OneLabel(), {}),
+    "ranks raw": (({}, ranker("relevance", raw_scores=True)), OneLabel(), {}),
     "two labels": (({}, ranker("no", "yes", reranks=True)), TwoLabels(), {}),
     "classes": (({}, ranker("no", "yes")), TwoLabels(), {}),
     "poolings": (({"embedding": PROMPTS}, CLS), None, {}),

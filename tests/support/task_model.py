@@ -149,7 +149,3 @@ def decoded(
 def tokens(request: PreparedRequest[Any]) -> list[str]:
     """Return the tokens of each encoding."""
     return [" ".join(VOCABULARY[i] for i in e.input_ids.tolist()) for e in request.encodings]
-
-
-def types(request: PreparedRequest[Any]) -> list[list[int]]:
-    return [e.token_type_ids.tolist() for e in request.encodings]

@@ -189,14 +189,14 @@ def test_the_shards_of_parquet_are_ranges_of_rows(tmp_path: Path) -> None:
     assert read[3] == [([("t0",), ("t1",)], {"n": [0, 1]})]
 
 
-@pytest.mark.parametrize("ranges", [[(0, 10)], [(5, 2), (1, 3), (9, 1)], [(0, 2), (6, 3), (2, 1)]])
-def test_ranges_of_rows_in_any_order(tmp_path: Path, ranges: list[tuple[int, int]]) -> None:
-    file, reader = parquet(tmp_path / "a.parquet", 10), ParquetReader()
-    for first, rows in ranges:
-        numbers = [
-            n for batch in reader.read(file, ["n"], first, rows) for n in batch["n"].to_pylist()
-        ]
-        assert numbers == list(range(first, first + rows))
+def test_ranges_of_rows_in_any_order(tmp_path: Path) -> None:
+    file = parquet(tmp_path / "a.parquet", 10)
+    for ranges in ([(0, 10)], [(5, 2), (1, 3), (9, 1)], [(0, 2), (6, 3), (2, 1)]):
+        reader = ParquetReader()
+        for first, rows in ranges:
+            batches = reader.read(file, ["n"], first, rows)
+            numbers = [n for batch in batches for n in batch["n"].to_pylist()]
+            assert numbers == list(range(first, first + rows))
 
 
 def test_parquet_files_that_do_not_fit(tmp_path: Path) -> None:

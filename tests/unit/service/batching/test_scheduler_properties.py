@@ -60,9 +60,7 @@ def test_every_request_ends_once_and_rightly(
     budget: int,
     poison: set[int],
 ) -> None:
-    """Whatever arrives: each future ends; answers are the request's own, in order; batches keep
-    their rules.
-    """
+    """Whatever arrives: answers are the request's own, in order; batches keep their rules."""
     engine = FakeEngine(poison=lambda one: int(one.input_ids[0]) in poison)
     engine.supports_varlen = mixed
     reports: list[BatchReport] = []

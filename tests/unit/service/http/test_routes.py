@@ -1,6 +1,7 @@
 """What is recorded of every request, its headers, and how its answer is written."""
 
 import asyncio
+import json
 import logging
 from contextlib import suppress
 from typing import Any, cast
@@ -10,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from cloze.service.clock import CLOCK, Clock
-from cloze.service.core import OTHER_ROUTE
+from cloze.service.core import OTHER_ROUTE, ServedRequest
 from cloze.service.errors import Rejection
 from cloze.service.http.body import BytesResponse, RequestLimits
 from cloze.service.http.bytes_held import ByteBudget
@@ -206,3 +207,25 @@ async def test_a_large_body_is_sent_in_parts_one_after_another(size: int) -> Non
     assert all(len(part["body"]) <= 65_536 for part in parts)
     more = [part.get("more_body", False) for part in parts]
     assert more == [True] * (len(parts) - 1) + [False]
+
+
+def logged(level: int, share: float = 1.0, times: int = 1) -> list[str]:
+    """Return the requests that have a line, out of one of each kind."""
+    writer = LineWriter()
+    log = AccessLog("json", level, share, frozenset({"/health"}), writer)
+    ended: dict[str, Any] = {"ended": 1.5, "identity": b"r1", "seconds": 0.01}
+    for route, statuses in (("/embed", (200, 400, 500)), ("/health", (200, 503))):
+        for status in statuses * times:
+            log.add(ServedRequest(route=route, status=status, **ended))
+    lines = [json.loads(_line(*each)) for each in writer.waiting]
+    return [f"{line['route']} {line['status']}" for line in lines]
+
+
+def test_which_requests_are_logged() -> None:
+    errors = ["/embed 400", "/embed 500", "/health 503"]
+    assert logged(logging.INFO) == ["/embed 200", *errors]
+    assert logged(logging.WARNING) == errors
+    assert logged(logging.ERROR) == errors[1:]
+    assert logged(logging.DEBUG) == ["/embed 200", *errors[:2], "/health 200", "/health 503"]
+    assert logged(logging.INFO, share=0.0) == errors
+    assert 10 < logged(logging.INFO, share=0.3, times=200).count("/embed 200") < 120

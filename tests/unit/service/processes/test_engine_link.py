@@ -1,6 +1,7 @@
 """The queue of a front end, with engine processes that are played by hand."""
 
 import asyncio
+import struct
 import time
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,43 @@ async def test_kept_requests_up_to_the_limit_wait(monkeypatch: pytest.MonkeyPatc
     assert len(wire.sent) == 2
     engines.submit(1)
     assert len(wire.sent) == 3, "a running engine bounds its own queue"
+
+
+async def test_a_link_connects_again_and_closes_at_the_end(tmp_path: Path) -> None:
+    accepted: list[asyncio.StreamWriter] = []
+    arrived = asyncio.Event()
+    greeting = frames.encode(frames.Greeting({"bert@1": "int8"}))
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted.append(writer)
+        writer.write(struct.pack("=I", len(greeting)) + greeting)
+        arrived.set()
+        await reader.read()
+        writer.close()
+
+    path = tmp_path / "engine-7.sock"
+    server = await asyncio.start_unix_server(accept, path)
+    up = asyncio.Event()
+    link = EngineLink(path, ["bert@1"], up)
+    running = asyncio.ensure_future(link.run())
+    async with asyncio.timeout(20):
+        await up.wait()
+        assert link.dead_reason is None
+        arrived.clear()
+        accepted[0].close()
+        await arrived.wait()
+        while link.dead_reason is not None:
+            await asyncio.sleep(0.001)
+        assert len(accepted) == 2
+        array = np.arange(3, dtype=np.int32)
+        queue = RemoteQueue([link], 0)
+        future = submit(queue, [Encoding(array, array)], time.monotonic() + 60)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert isinstance(future.exception(0), ShuttingDown)
+        await accepted[1].wait_closed()  # the link has closed its end
+    server.close()
 
 
 @leaping

@@ -1,12 +1,9 @@
 """What tasks make of the outputs of a model: `results.txt` has one line per case.
 
-A line names the model with the promise of the line, the request in Python with the outputs of its
-rounds, and what happens. A request is a task, inputs, parameters, and a list per round with what
-the heads give each encoding. Without outputs, the line has only what the encodings ask.
-
-What happens is: what the encodings of each round ask of the heads, the recipe of vectors, the
-warnings, and the results, with numbers rounded to four digits; or the code of the error. To accept
-other lines, run this test with ``REWRITE_WORDING=1`` and read the difference.
+A line names the model with the promise of the line, the request in Python with what the heads give
+each encoding per round, and what happens: what the encodings of each round ask of the heads, the
+recipe of vectors, the warnings, and the results, with numbers of four digits; or the code of the
+error. To accept other lines, run this test with ``REWRITE_WORDING=1`` and read the difference.
 """
 
 import json

@@ -1,7 +1,9 @@
 """Files of texts with labels, of sentences with tags, of pairs and of questions."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from cloze.export.errors import DataError
 from cloze.export.measure.audit import read_stereotypes
@@ -39,7 +41,7 @@ def test_a_table_with_a_header(tmp_path: Path) -> None:
     assert (row.text_pair, row.label, row.problem) == ("b", 0.5, "regression")
 
 
-READERS = {
+READERS: dict[str, Callable[[Path], Any]] = {
     "labelled": lambda file: read_labelled([file]),
     "tagged": lambda file: read_tagged([file]),
     "lines": lambda file: list(read_lines(file)),

@@ -25,7 +25,7 @@ def digest(key: str) -> str:
 
 
 def entry(requests: int | None = None, tokens: int | None = None) -> KeyEntry:
-    limits = {"requests_per_minute": requests, "tokens_per_minute": tokens}
+    limits: Any = {"requests_per_minute": requests, "tokens_per_minute": tokens}
     return KeyEntry(sha256=digest("k"), scopes=["inference"], **limits)
 
 

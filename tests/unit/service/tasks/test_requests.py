@@ -18,7 +18,8 @@ from tests.support.task_model import classifier, context, limited, manifest, pre
 @pytest.mark.parametrize("task", TASKS)
 def test_a_task_takes_an_empty_list_for_no_text(task: str) -> None:
     """Only the task says that a list is empty: validation accepts the list."""
-    inputs, place = list[str](), "inputs"
+    inputs: Any = []
+    place = "inputs"
     if task == "similarity":
         inputs, place = SimilarityInputs(source_sentence="a", sentences=[]), "inputs.sentences"
     with refused("empty_input", at=place):

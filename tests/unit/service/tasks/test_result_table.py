@@ -187,7 +187,7 @@ def outcome(model: str, request: str) -> str:
     task, served = ALL[name], MODELS[model.partition(", ")[0]]
     given = task.parameters.model_validate(parameters)
     made = task.prepare(TypeAdapter(task.inputs).validate_python(inputs), given, served)
-    parts = [made.vectors, made.warnings or None]
+    parts: list[Any] = [made.vectors, made.warnings or None]
     last: Any = []
     asked = [[tokens(made), [one.requests for one in made.encodings]]]
     for last in rounds:

@@ -1,5 +1,6 @@
 """Encodings for tests of what handles them: random or constant tokens, and any mix of requests."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,16 @@ def encoding(
         requests["span"] = HeadRequest()
     types = np.zeros(len(input_ids)) if token_type_ids is None else token_type_ids
     return Encoding(np.asarray(input_ids, np.int32), np.asarray(types, np.int32), requests)
+
+
+def sized(length: int, value: int = 1) -> Encoding:
+    """Return an encoding of some length, of one id, that asks for its embedding."""
+    return encoding([value] * length, embed=True)
+
+
+def later(seconds: float = 60.0) -> float:
+    """Return a deadline."""
+    return time.monotonic() + seconds
 
 
 def submit(

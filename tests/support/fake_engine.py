@@ -1,7 +1,9 @@
 """An engine for tests, without a model. A test can block its runs and make the runs fail."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
@@ -9,6 +11,8 @@ from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import ArrayResult
 from cloze.model_store.heads.embedding import HEAD
 from cloze.model_store.manifest import Precision
+from cloze.service.batching.admission import SchedulerLimits
+from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import Device
 
 
@@ -51,3 +55,16 @@ class FakeEngine:
         """Raise if the engine is broken."""
         if self.broken:
             raise RuntimeError("the engine is broken")
+
+
+@contextmanager
+def running(engine: Any, limits: SchedulerLimits, **options: Any) -> Iterator[Scheduler]:
+    """Run a scheduler on an engine."""
+    made = Scheduler(engine, limits, **options)
+    made.start()
+    try:
+        yield made
+    finally:
+        if isinstance(engine, FakeEngine):
+            engine.gate.set()
+        made.close()

@@ -5,11 +5,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from cloze.model_store import Bundle, Manifest
-from cloze.model_store.heads import HEADS
+from cloze.model_store.heads import HEADS, ArrayResult
 from cloze.service.tasks import TASKS
 from cloze.service.tasks.task import PreparedRequest, TaskContext, TaskLimits
 from cloze.service.text.tokenizer import Tokenizer
@@ -21,6 +22,15 @@ CLS, SEP, MASK, UNK = ID["[CLS]"], ID["[SEP]"], ID["[MASK]"], ID["[UNK]"]
 
 ENTITIES = {"kind": "span", "max_width": 2, "max_len": 8, "ent_id": 5, "sep_id": 6}
 LABELS = ("O", "B-PER", "I-PER", "LOC")
+EMBEDDING = {
+    "dimensions": 4, "pooling": "mean", "normalize": True, "max_tokens": 10, "projected": False,
+}  # fmt: skip
+LATE: dict[str, Any] = {
+    "dimensions": 2, "query_marker": ID["?"], "document_marker": ID["!"], "query_tokens": 7,
+    "document_tokens": 8, "filling": MASK, "skipped_ids": [ID["."], ID[","]],
+}  # fmt: skip
+"""Options of a model of late interaction."""
+
 LIMITS = TaskLimits(
     max_tokens=12,
     max_masks=3,
@@ -60,8 +70,7 @@ def manifest(**changes: Any) -> Manifest:
             "sep_id": SEP, "mask_id": MASK, "mask_token": "[MASK]",
         },
         "limits": {"max_tokens": 12},
-        "embedding": {
-            "dimensions": 4, "pooling": "mean", "normalize": True, "max_tokens": 10, "projected": False,
+        "embedding": EMBEDDING | {
             "prompts": {"query": "ask : ", "long": "the first of the year is in the old house"},
         },
         "heads": {
@@ -75,6 +84,15 @@ def manifest(**changes: Any) -> Manifest:
     if "entities" in fields["tasks"]:
         fields["heads"] = {"entities": ENTITIES} | fields["heads"]
     return Manifest.model_validate(fields)
+
+
+def classifier(*labels: str, **options: Any) -> dict[str, Any]:
+    """Return the heads of a model with these labels of texts."""
+    problem = {"problem_type": "single_label_classification"}
+    return {
+        "sequence_classification": {"labels": labels} | problem | options,
+        "token_classification": {"labels": LABELS},
+    }
 
 
 def bundle(folder: Path, **changes: Any) -> Bundle:
@@ -113,6 +131,11 @@ def prepared(
     return TASKS[task].prepare(inputs, made, with_context)
 
 
+def outputs(head: str, *rows: Any) -> list[Any]:
+    """Return what a head gives each encoding."""
+    return [{head: ArrayResult(np.array(row, np.float32))} for row in rows]
+
+
 def decoded(
     task: str,
     request: PreparedRequest[Any],
@@ -126,7 +149,3 @@ def decoded(
 def tokens(request: PreparedRequest[Any]) -> list[str]:
     """Return the tokens of each encoding."""
     return [" ".join(VOCABULARY[i] for i in e.input_ids.tolist()) for e in request.encodings]
-
-
-def types(request: PreparedRequest[Any]) -> list[list[int]]:
-    return [e.token_type_ids.tolist() for e in request.encodings]

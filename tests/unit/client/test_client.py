@@ -12,26 +12,8 @@ import httpx
 import numpy as np
 import pytest
 
-from cloze.client import AsyncClient, Client, calls, clients, vector_calls
-from cloze.client.errors import (
-    ClientError,
-    RequestRefused,
-    ServerBusy,
-    ServerFailed,
-    ServerUnreachable,
-)
-from cloze.client.results import (
-    Answer,
-    Entity,
-    Filling,
-    Label,
-    Prediction,
-    Rank,
-    Score,
-    ScoredToken,
-    Word,
-    WordPrediction,
-)
+from cloze.client import AsyncClient, Client, calls, clients, errors, vector_calls
+from cloze.client import results as r
 from cloze.service.tasks import TASKS
 
 pytestmark = pytest.mark.anyio
@@ -72,48 +54,68 @@ def echo_rows(request: httpx.Request) -> httpx.Response:
 WORD = {"score": 0.5, "token": 7, "token_str": "red", "sequence": "red door"}
 
 
-def test_predictions_of_one_and_of_several_masks() -> None:
-    recorded = answering([[WORD], [[WORD], [WORD, WORD]]])
-    result = recorded.client.fill_mask(
-        ["a", "b"], top_k=2, targets=("x",), long_text="window", model="m"
-    )
-    one = Prediction(0.5, 7, "red", "red door")
-    assert result == [[[one]], [[one], [one, one]]]
-    parameters = {"top_k": 2, "targets": ["x"], "long_text": "window"}
-    assert recorded.bodies == [{"inputs": ["a", "b"], "parameters": parameters, "model": "m"}]
+ONE = r.Prediction(0.5, 7, "red", "red door")
+WORDS_OF_MASK = {"score": 0.5, "tokens": [7, 8], "token_str": "reds", "sequence": "s", "later": 1}
+FILLING = {"score": 0.5, "tokens": [7], "token_strs": ["red"], "sequence": "s"}
+TOKEN = {"token": "a", "start": 0, "end": 1, "log_probability": -2.0}
+PLACE = {"score": 0.5, "word": "w", "start": 1, "end": 2}
+ANSWER = {"answer": "red", "score": 0.5, "start": 0, "end": 3}
+RED = r.Answer("red", 0.5, 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "reply", "result", "path", "sent"),
+    [
+        (
+            lambda c: c.fill_mask(["a", "b"], top_k=2, targets=("x",), long_text="window", model="m"),
+            [[WORD], [[WORD], [WORD, WORD]]], [[[ONE]], [[ONE], [ONE, ONE]]], "fill-mask",
+            {"inputs": ["a", "b"], "model": "m",
+             "parameters": {"top_k": 2, "targets": ["x"], "long_text": "window"}},
+        ),
+        # What is not given is not sent.
+        (lambda c: c.fill_mask("a"), [[]], [[[]]], "fill-mask", {"inputs": ["a"]}),
+        (
+            lambda c: c.fill_mask_words("a", ["reds"], top_k=1),
+            [[WORDS_OF_MASK]], [[[r.WordPrediction(0.5, [7, 8], "reds", "s")]]], "fill-mask",
+            {"inputs": ["a"], "parameters": {"top_k": 1, "targets": ["reds"], "targets_as": "words"}},
+        ),
+        (
+            lambda c: c.fill_mask_jointly("a"),
+            [[FILLING]], [[r.Filling(0.5, [7], ["red"], "s")]], "fill-mask",
+            {"inputs": ["a"], "parameters": {"decode": "beam"}},
+        ),
+        (
+            lambda c: c.score("a"), [{"score": -2.0, "tokens": [TOKEN]}],
+            [r.Score(-2.0, [r.ScoredToken("a", 0, 1, -2.0)])], "score", {"inputs": ["a"]},
+        ),
+        (
+            lambda c: c.token_classification("a"),
+            [[PLACE | {"entity_group": "PER"}, PLACE | {"entity": "B-PER", "index": 1}]],
+            [[r.Entity("PER", 0.5, "w", 1, 2), r.Entity("B-PER", 0.5, "w", 1, 2)]],
+            "token-classification", {"inputs": ["a"]},
+        ),
+        (
+            lambda c: c.qa([("q", "c"), ("r", "d")], top_k=2),
+            [ANSWER, [ANSWER, ANSWER]], [[RED], [RED, RED]], "qa",
+            {"inputs": [{"question": "q", "context": "c"}, {"question": "r", "context": "d"}],
+             "parameters": {"top_k": 2}},
+        ),
+        (
+            lambda c: c.embed_sparse("a", top_k=1), [[{"index": 3, "value": 0.5, "token": "red"}]],
+            [[r.Word(3, 0.5, "red")]], "embed_sparse",
+            {"inputs": ["a"], "top_k": 1, "return_tokens": True},
+        ),
+    ],
+)  # fmt: skip
+def test_a_method_sends_its_request_and_reads_its_answer(
+    call: Callable[[Any], Any], reply: Any, result: Any, path: str, sent: Any
+) -> None:
+    recorded = answering(reply)
+    assert call(recorded.client) == result
     [request] = recorded.requests
-    assert (request.method, request.url) == ("POST", "http://cloze/fill-mask")
+    assert (request.method, request.url) == ("POST", f"http://cloze/{path}")
     assert request.headers["accept"] == "application/json"
-    recorded = answering([[]])
-    assert recorded.client.fill_mask("a") == [[[]]]
-    assert recorded.bodies == [{"inputs": ["a"]}], "what is not given is not sent"
-
-
-def test_words_and_fillings() -> None:
-    word = {"score": 0.5, "tokens": [7, 8], "token_str": "reds", "sequence": "s", "later": 1}
-    recorded = answering([[word]])
-    result = recorded.client.fill_mask_words("a", ["reds"], top_k=1)
-    assert result == [[[WordPrediction(0.5, [7, 8], "reds", "s")]]]
-    parameters = {"top_k": 1, "targets": ["reds"], "targets_as": "words"}
-    assert recorded.bodies[0]["parameters"] == parameters
-    filling = {"score": 0.5, "tokens": [7], "token_strs": ["red"], "sequence": "s"}
-    recorded = answering([[filling]])
-    assert recorded.client.fill_mask_jointly("a") == [[Filling(0.5, [7], ["red"], "s")]]
-    assert recorded.bodies[0]["parameters"] == {"decode": "beam"}
-
-
-def test_scores_and_entities() -> None:
-    token = {"token": "a", "start": 0, "end": 1, "log_probability": -2.0}
-    recorded = answering([{"score": -2.0, "tokens": [token]}])
-    result = recorded.client.score("a")
-    assert result == [Score(-2.0, [ScoredToken("a", 0, 1, -2.0)])]
-    assert recorded.requests[0].url.path == "/score"
-    place = {"score": 0.5, "word": "w", "start": 1, "end": 2}
-    tokens = [place | {"entity_group": "PER"}, place | {"entity": "B-PER", "index": 1}]
-    recorded = answering([tokens])
-    result = recorded.client.token_classification("a")
-    assert result == [[Entity("PER", 0.5, "w", 1, 2), Entity("B-PER", 0.5, "w", 1, 2)]]
-    assert recorded.requests[0].url.path == "/token-classification"
+    assert recorded.bodies == [sent]
 
 
 def test_next_sentences_are_the_scores_of_the_first_label() -> None:
@@ -126,16 +128,6 @@ def test_next_sentences_are_the_scores_of_the_first_label() -> None:
     assert recorded.client.nsp(("a", "b")).tolist() == [0.75]
     assert [body["inputs"] for body in recorded.bodies] == [two, two, two[:1]]
     assert recorded.requests[0].url.path == "/nsp"
-
-
-def test_answers_of_one_and_of_several() -> None:
-    answer = {"answer": "red", "score": 0.5, "start": 0, "end": 3}
-    recorded = answering([answer, [answer, answer]])
-    one = Answer("red", 0.5, 0, 3)
-    assert recorded.client.qa([("q", "c"), ("r", "d")], top_k=2) == [[one], [one, one]]
-    inputs = [{"question": "q", "context": "c"}, {"question": "r", "context": "d"}]
-    assert recorded.bodies[0] == {"inputs": inputs, "parameters": {"top_k": 2}}
-    assert recorded.requests[0].url.path == "/qa"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +143,7 @@ def test_answers_of_one_and_of_several() -> None:
 )
 def test_only_a_tuple_is_a_pair(texts: Any, sent: list[Any]) -> None:
     recorded = answering([[{"label": "x", "score": 0.5}]] * len(sent))
-    assert recorded.client.classify(texts) == [[Label("x", 0.5)]] * len(sent)
+    assert recorded.client.classify(texts) == [[r.Label("x", 0.5)]] * len(sent)
     assert recorded.bodies == [{"inputs": sent}]
     assert recorded.requests[0].url.path == "/classify"
 
@@ -191,7 +183,7 @@ def test_ranks_are_joined_by_their_scores() -> None:
         batch_size=2,
     )
     result = recorded.client.rerank("q", ["a", "b", "c"], raw_scores=True, model="m")
-    assert result == [Rank(1, 0.9), Rank(2, 0.5), Rank(0, 0.1)]
+    assert result == [r.Rank(1, 0.9), r.Rank(2, 0.5), r.Rank(0, 0.1)]
     assert recorded.bodies[1] == {"query": "q", "texts": ["c"], "raw_scores": True, "model": "m"}
     assert recorded.requests[0].url.path == "/rerank"
 
@@ -235,16 +227,11 @@ def test_vectors_of_tokens_are_split_by_their_lengths() -> None:
     assert recorded.requests[0].url.path == "/embed_all"
 
 
-def test_sparse_words_and_similarities() -> None:
-    recorded = answering([[{"index": 3, "value": 0.5, "token": "red"}]])
-    assert recorded.client.embed_sparse("a", top_k=1) == [[Word(3, 0.5, "red")]]
-    assert recorded.requests[0].url.path == "/embed_sparse"
-    assert recorded.bodies == [{"inputs": ["a"], "top_k": 1, "return_tokens": True}]
+def test_similarities_of_several_requests_are_one_array() -> None:
     recorded = answering([0.5], [0.25], batch_size=1)
     assert recorded.client.similarity("s", ["a", "b"], model="m").tolist() == [0.5, 0.25]
-    assert recorded.bodies[1] == {
-        "inputs": {"source_sentence": "s", "sentences": ["b"]}, "model": "m",
-    }  # fmt: skip
+    inputs = {"source_sentence": "s", "sentences": ["b"]}
+    assert recorded.bodies[1] == {"inputs": inputs, "model": "m"}
     assert recorded.requests[0].url.path == "/similarity"
 
 
@@ -275,19 +262,13 @@ def test_each_option_is_sent_under_its_name(name: str) -> None:
     positional = [first.get(name, "a")]
     if name in ("rerank", "similarity", "fill_mask_words", "zero_shot_classification", "entities"):
         positional.append(["a", "b"])
-    with pytest.raises(RequestRefused):
+    with pytest.raises(errors.RequestRefused):
         getattr(recorded.client, name)(*positional, **options)
     [body] = recorded.bodies
     sent = body | body.get("parameters", {})
     for option, value in options.items():
         expected = list(value) if option == "targets" else value
         assert sent["decode" if option == "method" else option] == expected, option
-
-
-def test_no_input_is_one_request() -> None:
-    recorded = answering([])
-    assert recorded.client.fill_mask([]) == []
-    assert len(recorded.requests) == 1
 
 
 def test_options_out_of_their_limits() -> None:
@@ -312,7 +293,7 @@ def test_the_server_s_time_is_waited_for_up_to_half_a_minute(
 ) -> None:
     recorded, info = failing(503, 1, headers={"retry-after": header})
     if expected is None:
-        with pytest.raises(ServerBusy) as caught:
+        with pytest.raises(errors.ServerBusy) as caught:
             info()
         assert (len(recorded.requests), caught.value.retry_after_s) == (1, float(header))
     else:
@@ -346,20 +327,16 @@ def failing(status: int, times: int, **response: Any) -> tuple[Recorded, Callabl
 
 
 @pytest.mark.parametrize("status", [429, 502, 503])
-def test_a_busy_server_is_asked_again(status: int, waits: list[float]) -> None:
+def test_a_busy_server_is_asked_three_times_again(status: int, waits: list[float]) -> None:
     recorded, info = failing(status, 3)
     assert info() == {"models": []}
     assert len(recorded.requests) == 4
     assert waits == pytest.approx([0.375, 0.75, 1.5])
     assert recorded.requests[0].method == "GET"
     assert recorded.requests[0].url == "http://cloze/info"
-
-
-def test_retries_end(waits: list[float]) -> None:
-    recorded, info = failing(
-        429, 4, json={"error": "full"}, headers={"x-request-id": "r1", "x-error-code": "overloaded"}
-    )
-    with pytest.raises(ServerBusy, match="429: full") as caught:
+    headers = {"x-request-id": "r1", "x-error-code": "overloaded"}
+    recorded, info = failing(429, 4, json={"error": "full"}, headers=headers)
+    with pytest.raises(errors.ServerBusy, match="429: full") as caught:
         info()
     assert len(recorded.requests) == 4
     assert (caught.value.status, caught.value.request_id) == (429, "r1")
@@ -369,13 +346,18 @@ def test_retries_end(waits: list[float]) -> None:
 
 @pytest.mark.parametrize(
     ("status", "kind"),
-    [(400, RequestRefused), (422, RequestRefused), (500, ServerFailed), (504, ServerFailed)],
+    [
+        (400, errors.RequestRefused),
+        (422, errors.RequestRefused),
+        (500, errors.ServerFailed),
+        (504, errors.ServerFailed),
+    ],
 )
 def test_other_statuses_are_not_asked_again(
-    status: int, kind: type[ClientError], waits: list[float]
+    status: int, kind: type[errors.ClientError], waits: list[float]
 ) -> None:
     recorded, info = failing(status, 1, text="plain")
-    with pytest.raises(ClientError, match=f"{status}: plain") as caught:
+    with pytest.raises(errors.ClientError, match=f"{status}: plain") as caught:
         info()
     assert type(caught.value) is kind
     assert (len(recorded.requests), waits) == (1, [])
@@ -396,10 +378,10 @@ def test_other_statuses_are_not_asked_again(
 def test_a_request_that_may_not_have_arrived_is_sent_again(
     error: type[httpx.TransportError], is_sent_again: bool, waits: list[float]
 ) -> None:
-    errors = iter([error("no")])
+    raised = iter([error("no")])
 
     def handler(_: httpx.Request) -> httpx.Response:
-        for one in errors:
+        for one in raised:
             raise one
         return httpx.Response(200, json={})
 
@@ -408,16 +390,17 @@ def test_a_request_that_may_not_have_arrived_is_sent_again(
         assert recorded.client.info() == {}
         assert waits == pytest.approx([0.375])
     else:
-        with pytest.raises(ServerUnreachable, match=r"http://cloze.*: no$"):
+        with pytest.raises(errors.ServerUnreachable, match=r"http://cloze.*: no$"):
             recorded.client.info()
         assert waits == []
 
 
 def test_headers_go_with_every_request() -> None:
-    recorded = answering({}, headers={"authorization": "Bearer k"})
+    recorded = answering([], headers={"authorization": "Bearer k"})
     with recorded.client as client:
-        client.info()
-    assert recorded.requests[0].headers["authorization"] == "Bearer k"
+        assert client.fill_mask([]) == [], "no input is one request"
+    [request] = recorded.requests
+    assert request.headers["authorization"] == "Bearer k"
     assert recorded.client._http.is_closed
 
 
@@ -433,22 +416,22 @@ def test_vectors_of_two_spaces_are_not_joined(name: str) -> None:
 
     recorded = Recorded(reply, batch_size=1)
     call = getattr(recorded.client, name)
-    with pytest.raises(ServerFailed, match="one and two"):
+    with pytest.raises(errors.ServerFailed, match="one and two"):
         call(["a", "b"])
     assert len(call(["a", "b"], expect_embedding_space="own")) == 2
     assert recorded.requests[-1].headers["x-expect-embedding-space"] == "own"
 
 
 async def test_requests_of_coroutines_run_at_once_up_to_the_limit() -> None:
-    running, most = 0, 0
+    running, most = list[int](), 0
 
     async def handler(request: httpx.Request) -> httpx.Response:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
+        nonlocal most
+        running.append(1)
+        most = max(most, len(running))
         for _ in range(10):
             await asyncio.sleep(0)
-        running -= 1
+        running.pop()
         return echo_rows(request)
 
     transport = httpx.MockTransport(handler)
@@ -467,7 +450,7 @@ async def test_coroutines_try_again_and_raise_the_same_errors() -> None:
 
     async with AsyncClient(transport=httpx.MockTransport(handler)) as client:
         assert await client.info() == {"error": "no"}
-        with pytest.raises(RequestRefused):
+        with pytest.raises(errors.RequestRefused):
             await client.info()
 
 
@@ -494,7 +477,7 @@ async def test_a_failed_request_ends_the_others_of_its_call() -> None:
 
     before = asyncio.all_tasks()
     async with AsyncClient(batch_size=1, transport=httpx.MockTransport(handler)) as client:
-        with pytest.raises(RequestRefused):
+        with pytest.raises(errors.RequestRefused):
             await client.embed(["wrong", "waits", "waits too"])
         assert asyncio.all_tasks() == before
 
@@ -505,8 +488,3 @@ def test_a_bar_shows_the_requests_of_a_long_list(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err == ""
     recorded.client.embed(["a", "b"])
     assert "2/2" in capsys.readouterr().err
-
-
-def test_a_server_may_have_a_certificate() -> None:
-    transport = httpx.MockTransport(echo_rows)
-    assert Client("https://cloze", transport=transport).embed(["a"]).shape == (1, 1)

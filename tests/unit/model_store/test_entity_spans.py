@@ -3,12 +3,7 @@
 import numpy as np
 import pytest
 
-from cloze.model_store.entity_spans import (
-    Candidates,
-    choose,
-    count_candidates,
-    find_candidates,
-)
+from cloze.model_store.entity_spans import Candidates, choose, count_candidates, find_candidates
 from cloze.model_store.heads.entities import EntityKind
 
 

@@ -62,17 +62,9 @@ def test_what_makes_int8_fast(
     assert processor.int8_instructions() == []
 
 
-def test_the_user_s_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    assert user_root() == tmp_path / "data/cloze/bundles"
-    monkeypatch.setenv("XDG_DATA_HOME", "relative")
-    assert user_root() == tmp_path / ".local/share/cloze/bundles"
-    monkeypatch.delenv("XDG_DATA_HOME")
-    assert user_root() == tmp_path / ".local/share/cloze/bundles"
-
-
-def test_a_checkout_keeps_its_bundles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkout_keeps_its_bundles_and_a_user_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert not is_checkout(tmp_path)
     for text, expected in (
         (f'[project]\nname = "{DISTRIBUTION}"', True),
@@ -84,8 +76,16 @@ def test_a_checkout_keeps_its_bundles(tmp_path: Path, monkeypatch: pytest.Monkey
         assert is_checkout(tmp_path) is expected
     (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "{DISTRIBUTION}"')
     assert default_root(tmp_path) == SHIPPED_ROOT
-    monkeypatch.setenv("XDG_DATA_HOME", "/data")
-    assert default_root(tmp_path / "else") == Path("/data/cloze/bundles")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for data, folder in (
+        ("/data", Path("/data/cloze/bundles")),
+        ("relative", tmp_path / ".local/share/cloze/bundles"),
+        (None, tmp_path / ".local/share/cloze/bundles"),
+    ):
+        monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+        if data:
+            monkeypatch.setenv("XDG_DATA_HOME", data)
+        assert default_root(tmp_path / "else") == user_root() == folder
 
 
 def test_a_line_shows_no_control_characters_and_is_cut() -> None:

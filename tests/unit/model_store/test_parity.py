@@ -29,21 +29,12 @@ def test_an_error_is_absolute_below_one_and_relative_above() -> None:
     assert error([0.25, 0.25], [0.5, 0.25]) == pytest.approx(0.25)
     assert error([3.0, -8.0], [3.0, -10.0]) == pytest.approx(0.2)
     assert error([-3.0], [3.0]) == pytest.approx(2)
-
-
-def test_the_largest_error_counts() -> None:
-    assert error([0.0, 0.1, 0.5], [0.0, 0.0, 0.0]) == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
-def test_a_number_that_is_not_finite_is_infinitely_far(broken: float) -> None:
-    assert error([broken, 0.0], [0.0, 0.0]) == math.inf
-    assert error([0.0, 0.0], [broken, 0.0]) == math.inf
-    assert error([broken, 0.0], [broken, 0.0]) == math.inf
-
-
-def test_another_shape_is_infinitely_far() -> None:
-    assert error([[0.0, 0.0]], [0.0, 0.0]) == math.inf
+    assert error([0.0, 0.1, 0.5], [0.0, 0.0, 0.0]) == pytest.approx(0.5), "the largest counts"
+    assert error([[0.0, 0.0]], [0.0, 0.0]) == math.inf, "another shape"
+    for broken in (math.nan, math.inf, -math.inf):
+        assert error([broken, 0.0], [0.0, 0.0]) == math.inf
+        assert error([0.0, 0.0], [broken, 0.0]) == math.inf
+        assert error([broken, 0.0], [broken, 0.0]) == math.inf
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""The store: publish all or nothing, open only what was published, versions, two publishers at
-once.
-"""
+"""The store: publish all or nothing, open only what was published, two publishers at once."""
 
 import multiprocessing
 import os

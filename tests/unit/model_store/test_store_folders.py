@@ -86,22 +86,15 @@ def test_a_default_store_reads_the_package_s_bundles(
     assert one.references() == ["other@1", "tiny@1", "tiny@2"]
 
 
-def test_a_bundle_keeps_its_name_and_version(tmp_path: Path) -> None:
+def test_a_bundle_keeps_its_name_and_may_come_twice_and_another_not(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    with store.staging() as folder:
-        bundle = store.adopt(staged(folder))
-    assert bundle.manifest.reference == "tiny@3"
-    assert bundle.path == tmp_path / "tiny/3"
-    assert {file.name for file in bundle.path.iterdir()} == {*CONTENT, "manifest.json"}
+    for _ in range(2):
+        with store.staging() as folder:
+            bundle = store.adopt(staged(folder))
+        assert bundle.manifest.reference == "tiny@3"
+        assert bundle.path == tmp_path / "tiny/3"
+        assert {file.name for file in bundle.path.iterdir()} == {*CONTENT, "manifest.json"}
     assert store.references() == ["tiny@3"]
-
-
-def test_the_same_bundle_may_come_twice_and_another_not(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    with store.staging() as folder:
-        store.adopt(staged(folder))
-    with store.staging() as folder:
-        assert store.adopt(staged(folder)).manifest.reference == "tiny@3"
     with (
         store.staging() as folder,
         pytest.raises(StoreError, match="has another tiny@3; remove it"),
@@ -148,13 +141,10 @@ def test_one_version_or_all_are_removed(tmp_path: Path) -> None:
     assert one.references() == ["other@1"]
     with pytest.raises(StoreError, match="no bundle named 'tiny'"):
         one.remove("tiny")
-
-
-def test_other_files_of_a_name_stay(tmp_path: Path) -> None:
     one = kept(tmp_path, 1)
     (tmp_path / "tiny/notes").write_text("x")
     one.remove("tiny")
-    assert [path.name for path in (tmp_path / "tiny").iterdir()] == ["notes"]
+    assert [path.name for path in (tmp_path / "tiny").iterdir()] == ["notes"], "no bundle's file"
 
 
 def test_folders_that_are_left_over_for_a_day_are_removed(tmp_path: Path) -> None:

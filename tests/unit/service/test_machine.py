@@ -11,15 +11,6 @@ import psutil
 import pytest
 
 from cloze.service import machine
-from cloze.service.machine import (
-    available_cpus,
-    lower_thread_priority,
-    memory_limit,
-    memory_state,
-    memory_used,
-    raise_file_limit,
-    write_gate,
-)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +31,7 @@ def test_a_container_s_quota_bounds_the_cores_of_its_host(
     (tmp_path / "cpu").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    assert available_cpus(tmp_path, cores=64) == cpus
+    assert machine.available_cpus(tmp_path, cores=64) == cpus
 
 
 @pytest.mark.parametrize(
@@ -59,7 +50,7 @@ def test_the_cores_are_those_of_the_affinity_or_else_all(
     if affinity is None:
         monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: all_cores)
-    assert available_cpus(tmp_path) == cores
+    assert machine.available_cpus(tmp_path) == cores
 
 
 @pytest.mark.parametrize(
@@ -79,13 +70,13 @@ def test_limit_and_use_are_those_of_the_control_group(
     tmp_path: Path, limit_file: str, none: str, usage: str, inactive: str
 ) -> None:
     (tmp_path / limit_file).parent.mkdir(exist_ok=True)
-    assert (memory_limit(tmp_path), memory_used(tmp_path)) == (None, None)
+    assert (machine.memory_limit(tmp_path), machine.memory_used(tmp_path)) == (None, None)
     for text, limit in ((none, None), ("268435456", 268435456)):
         (tmp_path / limit_file).write_text(f"{text}\n")
-        assert memory_limit(tmp_path) == limit
+        assert machine.memory_limit(tmp_path) == limit
     (tmp_path / usage).write_text("1000\n")
     (tmp_path / usage).with_name("memory.stat").write_text(f"anon 500\n{inactive} 300\n")
-    assert memory_used(tmp_path) == 700, "without pages that can be dropped"
+    assert machine.memory_used(tmp_path) == 700, "without pages that can be dropped"
 
 
 def test_the_memory_is_that_of_the_control_group_or_of_the_machine(
@@ -93,12 +84,12 @@ def test_the_memory_is_that_of_the_control_group_or_of_the_machine(
 ) -> None:
     of_the_machine = SimpleNamespace(available=400, total=1000)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: of_the_machine)
-    assert memory_state(tmp_path) == (600, 1000)
+    assert machine.memory_state(tmp_path) == (600, 1000)
     (tmp_path / "memory.current").write_text("500\n")
     (tmp_path / "memory.stat").write_text("inactive_file 100\n")
-    assert memory_state(tmp_path) == (600, 1000)
+    assert machine.memory_state(tmp_path) == (600, 1000)
     (tmp_path / "memory.max").write_text("900\n")
-    assert memory_state(tmp_path) == (400, 900)
+    assert machine.memory_state(tmp_path) == (400, 900)
 
 
 class Limits:
@@ -135,16 +126,16 @@ def test_the_limit_of_files_rises_as_far_as_the_system_lets_it(
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", limits.getrlimit)
     monkeypatch.setattr(resource, "setrlimit", limits.setrlimit)
-    assert raise_file_limit(65_536) == limits.soft == reached
+    assert machine.raise_file_limit(65_536) == limits.soft == reached
     monkeypatch.setattr(machine.sys, "platform", "win32")
-    assert raise_file_limit(65_536) == 512, "the sockets of an event loop on Windows"
+    assert machine.raise_file_limit(65_536) == 512, "the sockets of an event loop on Windows"
 
 
 def test_a_thread_gets_a_lower_priority_and_its_process_does_not() -> None:
     seen: list[int] = []
 
     def work() -> None:
-        lower_thread_priority(3)
+        machine.lower_thread_priority(3)
         seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
     before = os.getpriority(os.PRIO_PROCESS, 0)
@@ -160,23 +151,23 @@ def test_a_sandbox_may_forbid_priorities(monkeypatch: pytest.MonkeyPatch) -> Non
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "setpriority", refuse)
-    lower_thread_priority(3)
+    machine.lower_thread_priority(3)
     monkeypatch.setattr(machine.sys, "platform", "darwin")
     monkeypatch.setattr(os, "setpriority", pytest.fail)  # would change another process
-    lower_thread_priority(3)
+    machine.lower_thread_priority(3)
 
 
 def test_a_pipe_is_written_when_it_takes_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     try:
-        takes_bytes = write_gate(writer)
+        takes_bytes = machine.write_gate(writer)
         assert takes_bytes(0.0)
         while takes_bytes(0.0):
             os.write(writer, b"x" * 4096)
         assert not takes_bytes(0.01)
         monkeypatch.setattr(machine.sys, "platform", "win32")
-        assert write_gate(writer)(0.0), "Windows cannot tell"
+        assert machine.write_gate(writer)(0.0), "Windows cannot tell"
     finally:
         os.close(reader)
         os.close(writer)

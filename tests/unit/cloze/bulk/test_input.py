@@ -43,19 +43,23 @@ def test_a_folder_gives_its_files_in_order(tmp_path: Path) -> None:
     assert files[0].mtime_ns == (tmp_path / "a.ndjson").stat().st_mtime_ns
 
 
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
+def test_inputs_that_cannot_be_read(tmp_path: Path) -> None:
+    for name in ("a.csv", "b.jsonl", "c.txt"):
+        written(tmp_path / name, "x\n")
+    for names, message in (
         (["missing.csv"], "no file or folder"),
         (["a.csv", "a.csv"], "is named twice"),
         (["a.csv", "b.jsonl"], "several formats: csv, jsonl"),
-    ],
-)
-def test_inputs_that_cannot_be_read(tmp_path: Path, names: list[str], message: str) -> None:
-    for name in ("a.csv", "b.jsonl", "c.txt"):
-        written(tmp_path / name, "x\n")
-    with pytest.raises(BulkError, match=message):
-        input_files([tmp_path / name for name in names])
+    ):
+        with pytest.raises(BulkError, match=message):
+            input_files([tmp_path / name for name in names])
+    for content, message in (
+        ("", "has no line with the names of the columns"),
+        ("a,b,a\n", "has two columns named 'a'"),
+        ('a\n"open', "is not a CSV file: before byte 7"),
+    ):
+        with pytest.raises(BulkError, match=message):
+            plan_of(written(tmp_path / "x.csv", content))
 
 
 def test_json_lines_are_divided_at_their_bytes(tmp_path: Path) -> None:
@@ -127,19 +131,6 @@ def test_rows_that_are_wrong_have_an_error(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "has no line with the names of the columns"),
-        ("a,b,a\n", "has two columns named 'a'"),
-        ('a\n"open', "is not a CSV file: before byte 7"),
-    ],
-)
-def test_csv_files_that_cannot_be_read(tmp_path: Path, content: str, message: str) -> None:
-    with pytest.raises(BulkError, match=message):
-        plan_of(written(tmp_path / "x.csv", content))
-
-
 def test_the_limit_of_a_line_is_said_in_mib(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,17 +189,14 @@ def test_the_shards_of_parquet_are_ranges_of_rows(tmp_path: Path) -> None:
     assert read[3] == [([("t0",), ("t1",)], {"n": [0, 1]})]
 
 
-@pytest.mark.parametrize(
-    "ranges",
-    [[(0, 10)], [(5, 2), (1, 3), (9, 1)], [(0, 2), (6, 3), (2, 1)]],
-)
-def test_ranges_of_rows_in_any_order(tmp_path: Path, ranges: list[tuple[int, int]]) -> None:
-    file, reader = parquet(tmp_path / "a.parquet", 10), ParquetReader()
-    for first, rows in ranges:
-        numbers = [
-            n for batch in reader.read(file, ["n"], first, rows) for n in batch["n"].to_pylist()
-        ]
-        assert numbers == list(range(first, first + rows))
+def test_ranges_of_rows_in_any_order(tmp_path: Path) -> None:
+    file = parquet(tmp_path / "a.parquet", 10)
+    for ranges in ([(0, 10)], [(5, 2), (1, 3), (9, 1)], [(0, 2), (6, 3), (2, 1)]):
+        reader = ParquetReader()
+        for first, rows in ranges:
+            batches = reader.read(file, ["n"], first, rows)
+            numbers = [n for batch in batches for n in batch["n"].to_pylist()]
+            assert numbers == list(range(first, first + rows))
 
 
 def test_parquet_files_that_do_not_fit(tmp_path: Path) -> None:

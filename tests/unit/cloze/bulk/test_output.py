@@ -339,12 +339,6 @@ def test_values_of_the_result_columns() -> None:
         assert pa.array([value], BULK_TASKS[task].type).to_pylist() == [value]
 
 
-def test_inputs_of_the_tasks() -> None:
-    pair = BULK_TASKS["qa"].to_input(["who", "he"])
-    assert (pair.question, pair.context) == ("who", "he")
-    assert BULK_TASKS["embed"].to_input(["a"]) == "a"
-
-
 def test_every_option_of_a_task_is_one_of_its_parameters() -> None:
     """The command passes what the task's parameters name, so another option would have no effect."""
     assert bulk.commands.keys() == BULK_TASKS.keys()

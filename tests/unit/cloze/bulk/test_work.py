@@ -96,15 +96,6 @@ def test_the_rows_of_a_shard_are_answered_in_their_order(
     assert engine.batches
 
 
-def test_texts_that_are_cut_are_counted(tmp_path: Path, engine: FakeEngine) -> None:
-    long = "a b c d e f g h i"  # the model embeds 8 of its tokens
-    job = job_of(tmp_path, texts(long, "a"))
-    [report] = run_locally(job, job.plan.shards, lambda _: None)
-    assert [(row["tokens"], row["truncated"]) for row in written(job)] == [(10, True), (3, False)]
-    assert (report.truncated, report.tokens, report.errors) == (1, 13, 0)
-    assert len(engine.batches) >= 1
-
-
 def test_a_wrong_row_has_an_error_and_the_others_of_its_request_have_results(
     tmp_path: Path, engine: FakeEngine
 ) -> None:

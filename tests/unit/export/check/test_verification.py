@@ -145,11 +145,7 @@ def test_the_grid_of_a_packed_graph_has_mixed_lengths(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("call", "cell"),
-    [
-        (1, "batch 1 x 3 tokens"),
-        (9, "batch 8 x 20 tokens"),
-        (10, "masked_lm alone"),
-    ],
+    [(1, "batch 1 x 3 tokens"), (9, "batch 8 x 20 tokens"), (10, "masked_lm alone")],
 )
 def test_each_batch_is_compared(call: int, cell: str, tmp_path: Path) -> None:
     subject, file = under_test(tmp_path)

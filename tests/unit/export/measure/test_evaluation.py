@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
-from cloze.export.errors import DataError
 from cloze.export.measure.evaluate import Sentence, read_sentences
 from cloze.export.measure.metrics import best_threshold
 from cloze.export.measure.pairs import ScoredPair, read_pairs, similarity
@@ -67,15 +66,6 @@ def test_sentences_with_their_words(tmp_path: Path) -> None:
         Sentence("a [MASK]", ("red", "blue")),
         Sentence("the [MASK] b", ("x",)),
     ]
-    for wrong in ("a\tred", "[MASK] [MASK]\tred", "a [MASK]", "a [MASK]\t ,"):
-        file.write_text(f"a [MASK]\tred\n{wrong}\n")
-        with pytest.raises(DataError, match=r"line 2: a sentence with one .* got '"):
-            read_sentences(file)
-    file.write_text("")
-    with pytest.raises(DataError, match="holds no sentences"):
-        read_sentences(file)
-    with pytest.raises(DataError, match="missing: no such file"):
-        read_sentences(tmp_path / "missing")
 
 
 def test_a_wrong_word_of_the_sentence_is_a_repetition() -> None:
@@ -93,24 +83,6 @@ def test_pairs_with_their_scores(tmp_path: Path) -> None:
     assert read_pairs([plain, packed]) == [
         ScoredPair("a, b", "c", 1.5), ScoredPair("d", "e", 2), ScoredPair("f", "g", 0),
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b'a,b,1\n"a\nb",c,2\na,b\n', "line 4 is not 'sentence,sentence,score'"),
-        (b"a,b,nan\n", "the score nan is not a finite number"),
-        (b"a,b,1\nc,d,1\n", "all 2 pairs have the score 1: there is nothing to rank"),
-        (b"", "there are no pairs in"),
-    ],
-)
-def test_pairs_that_cannot_be_ranked(tmp_path: Path, content: bytes, message: str) -> None:
-    (tmp_path / "x.csv").write_bytes(content)
-    with pytest.raises(DataError, match=message):
-        read_pairs([tmp_path / "x.csv"])
-    (tmp_path / "x.csv.xz").write_bytes(b"no xz")
-    with pytest.raises(DataError, match=r"is no whole \.xz file"):
-        read_pairs([tmp_path / "x.csv.xz"])
 
 
 def test_similarity_is_the_rank_correlation_of_cosines() -> None:
@@ -154,20 +126,6 @@ def test_questions_with_their_answers(tmp_path: Path) -> None:
     assert two.answers == three.answers == ()
     assert (two.impossible, two.is_placed) == (True, False)
     assert not Question("", "", "", "", ((None, "x"),)).is_placed
-
-
-def test_files_of_questions_that_cannot_be_read(tmp_path: Path) -> None:
-    file = tmp_path / "x.json"
-    for content in ("[]", "{}", '{"data": [{}]}', "no json", '{"data": [1]}'):
-        file.write_text(content)
-        with pytest.raises(DataError, match="is not in SQuAD's format"):
-            read_questions([file])
-    file.write_text('{"data": []}')
-    with pytest.raises(DataError, match="there are no questions in"):
-        read_questions([file])
-    squad_file(file, {"question": "\ud800"})
-    with pytest.raises(DataError, match="UnicodeEncodeError"):
-        read_questions([file])
 
 
 def asked(number: int, *answers: str) -> Question:

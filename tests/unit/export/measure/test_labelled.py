@@ -1,44 +1,18 @@
-"""Lines of texts with labels and of sentences with tags: an error names what is wrong."""
+"""Files of texts with labels, of sentences with tags, of pairs and of questions."""
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from cloze.export.errors import DataError
+from cloze.export.measure.audit import read_stereotypes
 from cloze.export.measure.documents import read_lines
+from cloze.export.measure.evaluate import read_sentences
 from cloze.export.measure.labelled import read_labelled, read_tagged
-
-EXPECTED = "label: a text or a number is expected"
-
-
-@pytest.mark.parametrize(
-    ("read", "line", "message"),
-    [
-        (read_labelled, '{"text": "a", "label": true}', f"{EXPECTED}, got True"),
-        (read_labelled, '{"text": "a", "label": " "}', f"{EXPECTED}, got ' '"),
-        (read_labelled, '{"text": "a", "label": null}', 'needs either "label" or "labels"'),
-        (read_labelled, '{"text": " ", "label": "x"}', "text: String should match pattern"),
-        (read_labelled, '{"text": "a", "text_pair": 1}', "text_pair: Input should be a valid str"),
-        (read_labelled, '{"text": "a", "labels": ["x", 1]}', "labels.1: Input should be a valid"),
-        (read_tagged, '{"tokens": ["a b"], "tags": ["O"]}', "tokens.0: String should match pat"),
-        (read_tagged, '{"tokens": ["a"], "tags": ["O", "O"]}', "1 tokens have 2 tags"),
-        (read_tagged, '{"words": ["a"], "tags": ["O"]}', "tokens: Field required"),
-    ],
-)
-def test_a_bad_line(read: Any, line: str, message: str, tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text(f"\n{line}\n")
-    with pytest.raises(DataError) as caught:
-        read([file])
-    assert str(caught.value).startswith(f"{file}, line 2: {message}")
-
-
-def test_a_line_with_a_zero_byte_is_no_text(tmp_path: Path) -> None:
-    file = tmp_path / "text.txt"
-    file.write_bytes(b"a\n\0\n")
-    with pytest.raises(DataError, match="line 2 is not text"):
-        list(read_lines(file))
+from cloze.export.measure.pairs import read_pairs
+from cloze.export.measure.squad import read_questions
+from tests.support.refusals import check_table
 
 
 def test_the_kinds_of_labels(tmp_path: Path) -> None:
@@ -67,22 +41,29 @@ def test_a_table_with_a_header(tmp_path: Path) -> None:
     assert (row.text_pair, row.label, row.problem) == ("b", 0.5, "regression")
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", " has no line with the names of the columns"),
-        ("text,text\na,b\n", " has two columns named 'text'"),
-        ("text,label\na\n", ", line 2: the row has 1 fields, and the header has 2"),
-        ("a,label\nb,c\n", ', line 2: needs the columns "text" and either "label" or "score", got'),
-        ("text,score\na,many\n", ", line 2: score is not a number: 'many'"),
-        ("text,score\na,nan\n", f", line 2: {EXPECTED}, got nan"),
-        ("text,label\n ,x\n", ", line 2: text: String should match pattern"),
-        ('text,label\n"a"b,x\n', " ',' expected after '\"'"),
-    ],
-)
-def test_a_bad_table(content: str, message: str, tmp_path: Path) -> None:
-    file = tmp_path / "rows.csv"
-    file.write_text(content)
-    with pytest.raises(DataError) as caught:
-        read_labelled([file])
-    assert str(caught.value).startswith(f"{file}{message}")
+READERS: dict[str, Callable[[Path], Any]] = {
+    "labelled": lambda file: read_labelled([file]),
+    "tagged": lambda file: read_tagged([file]),
+    "lines": lambda file: list(read_lines(file)),
+    "pairs": lambda file: read_pairs([file]),
+    "questions": lambda file: read_questions([file]),
+    "sentences": read_sentences,
+    "stereotypes": read_stereotypes,
+}
+
+
+def test_what_is_wrong_in_a_file_is_named_with_its_line(tmp_path: Path) -> None:
+    """`refused.txt` has a kind of file with its ending, its content in Python, and the error."""
+
+    def outcome(kind: str, content: str) -> str:
+        file = tmp_path / kind.replace(" ", ".")
+        file.unlink(missing_ok=True)
+        if (written := eval(content)) is not None:
+            file.write_bytes(written if isinstance(written, bytes) else written.encode())
+        try:
+            return str(READERS[kind.split()[0]](file))
+        except DataError as error:
+            message = str(error).replace(str(tmp_path), "FOLDER")
+            return re.sub(r"(format: \w+Error|xz file)\b.*", r"\1", message)
+
+    check_table(Path(__file__).with_name("refused.txt"), outcome)

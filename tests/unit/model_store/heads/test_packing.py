@@ -64,18 +64,10 @@ def test_vocabulary_rows_are_what_a_request_expands() -> None:
     [
         (Pooling.CLS, [[0], [3]], [[1], [1]]),
         (Pooling.MEAN, [[0, 1, 2], [3, 4, 3]], [[1 / 3, 1 / 3, 1 / 3], [0.5, 0.5, 0]]),
-        (
-            Pooling.MEAN_SQRT_LENGTH,
-            [[0, 1, 2], [3, 4, 3]],
-            [[3**-0.5] * 3, [2**-0.5, 2**-0.5, 0]],
-        ),
+        (Pooling.MEAN_SQRT_LENGTH, [[0, 1, 2], [3, 4, 3]], [[3**-0.5] * 3, [2**-0.5, 2**-0.5, 0]]),
         (Pooling.MAX, [[0, 1, 2], [3, 4, 3]], None),
         (Pooling.LAST, [[2], [4]], [[1], [1]]),
-        (
-            Pooling.WEIGHTED_MEAN,
-            [[0, 1, 2], [3, 4, 3]],
-            [[1 / 6, 2 / 6, 3 / 6], [1 / 3, 2 / 3, 0]],
-        ),
+        (Pooling.WEIGHTED_MEAN, [[0, 1, 2], [3, 4, 3]], [[1 / 6, 2 / 6, 3 / 6], [1 / 3, 2 / 3, 0]]),
     ],
 )
 def test_pooled_rows_and_their_weights(

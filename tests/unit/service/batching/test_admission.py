@@ -192,10 +192,7 @@ def test_a_request_that_would_wait_for_too_long_is_refused() -> None:
     assert error.reason is Rejection.WAIT
     assert error.retry_after_s == pytest.approx(0.3)
     assert error.each_s == pytest.approx(0.1)
-
-
-def test_a_request_that_states_its_time_waits_for_half_of_it() -> None:
-    full = Full(waits=WaitLimits(1.0))
+    full = Full(waits=WaitLimits(1.0))  # which is half of a time that is stated
     full.put(19, timeout_s=4.0)
     assert full.refusal(1, 1000.0, timeout_s=4.0) is None
     full.put(1, timeout_s=4.0)
@@ -243,33 +240,27 @@ def test_a_client_may_have_64_requests_waiting_however_long_the_wait_is() -> Non
     assert "allows 2.5 s, and more for the first 64 requests of a client" in str(error)
 
 
-def test_bulk_requests_have_no_free_ones_since_others_may_take_their_rate() -> None:
-    wait = ExpectedWait(3.0, 0.1, 5)
-    assert DEFAULT.excess_s(wait, None) <= 0
-    assert DEFAULT.excess_s(wait, None, is_bulk=True) == 0.5
-
-
-def test_a_wait_that_an_operator_has_set_is_exact() -> None:
-    exact = WaitLimits.of(2500, 30_000)
-    assert exact.excess_s(ExpectedWait(2.5, 0.1, 0), None) <= 0
-    assert exact.excess_s(ExpectedWait(2.6, 0.1, 0), None) == pytest.approx(0.1)
-
-
 @pytest.mark.parametrize(
-    ("wait", "stated_s", "share", "excess_s"),
+    ("wait", "stated_s", "options", "excess_s"),
     [
-        (ExpectedWait(2.5, 1.0, 100), None, 1.0, 0.0),
-        (ExpectedWait(3.0, 0.1, 100), None, 1.0, 0.5),
-        (ExpectedWait(3.0, 0.1, 65), None, 1.0, 0.2),
-        (ExpectedWait(3.0, 0.1, 63), None, 1.0, 0.0),
-        (ExpectedWait(3.0, 0.1, 50), None, 0.75, 0.3),
-        (ExpectedWait(2.0, 0.1, 100), None, 0.75, 0.125),
-        (ExpectedWait(2.9, 0.1, 0), 6.0, 1.0, 0.0),
-        (ExpectedWait(2.9, 0.1, 0), 4.0, 1.0, 1.0),
-        (ExpectedWait(0.0, 9.0, 0), 4.0, 1.0, 0.0),
+        (ExpectedWait(2.5, 1.0, 100), None, {}, 0.0),
+        (ExpectedWait(3.0, 0.1, 100), None, {}, 0.5),
+        (ExpectedWait(3.0, 0.1, 65), None, {}, 0.2),
+        (ExpectedWait(3.0, 0.1, 63), None, {}, 0.0),
+        # Bulk requests have no free ones, since others may take their rate.
+        (ExpectedWait(3.0, 0.1, 5), None, {"is_bulk": True}, 0.5),
+        (ExpectedWait(3.0, 0.1, 50), None, {"share": 0.75}, 0.3),
+        (ExpectedWait(2.0, 0.1, 100), None, {"share": 0.75}, 0.125),
+        (ExpectedWait(2.9, 0.1, 0), 6.0, {}, 0.0),
+        (ExpectedWait(2.9, 0.1, 0), 4.0, {}, 1.0),
+        (ExpectedWait(0.0, 9.0, 0), 4.0, {}, 0.0),
+        # A wait that an operator has set is exact.
+        (ExpectedWait(2.5, 0.1, 0), None, {"of": WaitLimits.of(2500, 30_000)}, 0.0),
+        (ExpectedWait(2.6, 0.1, 0), None, {"of": WaitLimits.of(2500, 30_000)}, 0.1),
     ],
 )
 def test_how_long_a_request_has_to_wait_for_room(
-    wait: ExpectedWait, stated_s: float | None, share: float, excess_s: float
+    wait: ExpectedWait, stated_s: float | None, options: dict[str, Any], excess_s: float
 ) -> None:
-    assert DEFAULT.excess_s(wait, stated_s, share=share) == pytest.approx(excess_s)
+    limits = options.pop("of", DEFAULT)
+    assert limits.excess_s(wait, stated_s, **options) == pytest.approx(excess_s)

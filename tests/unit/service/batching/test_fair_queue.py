@@ -35,11 +35,7 @@ def sized(length: int, rows: int = 0) -> Encoding:
 
 
 def submission(
-    client: str,
-    *lengths: int,
-    key: LineKey = SHORT,
-    deadline: float = FOREVER,
-    rows: int = 0,
+    client: str, *lengths: int, key: LineKey = SHORT, deadline: float = FOREVER, rows: int = 0
 ) -> Submission:
     """Return encodings of some lengths, in a line of the test's choice, as admitted now."""
     terms = Terms(deadline, client, is_bulk=key.is_bulk)
@@ -55,15 +51,8 @@ class Queue(FairQueue):
     def __init__(self, *, varlen: bool = False) -> None:
         super().__init__(varlen=varlen)
 
-    def put(
-        self,
-        client: str,
-        *lengths: int,
-        key: LineKey = SHORT,
-        deadline: float = FOREVER,
-        rows: int = 0,
-    ) -> Submission:
-        request = submission(client, *lengths, key=key, deadline=deadline, rows=rows)
+    def put(self, client: str, *lengths: int, **options: Any) -> Submission:
+        request = submission(client, *lengths, **options)
         self.add(request)
         request.add_done_callback(lambda _: self.forget(request))
         return request
@@ -165,14 +154,11 @@ def test_tokens_bound_a_batch(varlen: bool) -> None:
     assert (lengths_of(taken), taken.fill) == ([5, 5], BatchFill.TOKENS)
     assert queue.tokens == 10
     assert lengths_of(queue.taken(9)) == [5]
-
-
-def test_a_long_encoding_runs_alone() -> None:
-    queue = Queue(varlen=True)
-    queue.put("a", 50, 1)
-    taken = queue.taken(10)
-    assert (lengths_of(taken), taken.fill) == ([50], BatchFill.TOKENS)
-    assert queue.took(10) == [1]
+    long = Queue(varlen=True)
+    long.put("a", 50, 1)
+    taken = long.taken(10)
+    assert (lengths_of(taken), taken.fill) == ([50], BatchFill.TOKENS), "it runs alone"
+    assert long.took(10) == [1]
 
 
 def test_rows_of_the_vocabulary_bound_a_batch() -> None:
@@ -297,14 +283,10 @@ def test_a_request_that_cannot_end_in_time_does_not_run(now: list[float]) -> Non
     taken = queue.taken(100, rate=10.0)
     assert (lengths_of(taken), taken.expired) == ([], [hopeless])
     assert hopeless.queued_tokens == 23
-
-
-def test_the_last_request_runs_though_it_seems_hopeless(now: list[float]) -> None:
     queue = Queue()
     last = queue.put("a", 50, 50, deadline=now[0] + 0.1)
     taken = queue.taken(100, rate=1.0)
-    assert lengths_of(taken) == [50, 50]
-    assert taken.expired == []
+    assert (lengths_of(taken), taken.expired) == ([50, 50], []), "unless it is the last one"
     assert last.started == now[0]
 
 

@@ -3,48 +3,27 @@
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.service import errors
 from cloze.service.batching.admission import Activity, SchedulerLimits, WaitLimits
 from cloze.service.batching.fair_queue import ExpectedWait, LineKey
 from cloze.service.batching.scheduler import Scheduler, Watchdog
 from cloze.service.clock import CLOCK, Clock
 from cloze.service.core import BatchFill, BatchReport
-from cloze.service.errors import (
-    AdapterUnavailable,
-    DeadlineExceeded,
-    EngineDead,
-    EngineFailed,
-    Overloaded,
-    ShuttingDown,
-)
-from tests.support.encodings import encoding, of_tasks, submit
-from tests.support.fake_engine import FakeEngine
+from tests.support.encodings import later, sized, submit
+from tests.support.fake_engine import FakeEngine, running
 from tests.support.refusals import refused
 from tests.support.stepped import SteppedScheduler
 from tests.support.virtual_time import VirtualClock
 from tests.support.waiting import wait_until
 
 LIMITS = SchedulerLimits(workers=1, max_batch_tokens=20, max_queue_tokens=1000, stall_timeout_s=8.0)
-
-
-def limits(**changes: Any) -> SchedulerLimits:
-    fields = {name: getattr(LIMITS, name) for name in SchedulerLimits.__dataclass_fields__}
-    return SchedulerLimits(**fields | changes)
-
-
-def sized(length: int, value: int = 1) -> Encoding:
-    return encoding([value] * length, embed=True)
-
-
-def later(seconds: float = 1000.0) -> float:
-    return time.monotonic() + seconds
 
 
 class Recording(FakeEngine):
@@ -82,21 +61,8 @@ def test_a_golden_batch_may_take_ten_times_as_long_as_the_last_one() -> None:
     assert engine.allowed == [68, 13]
 
 
-@contextmanager
-def running(
-    engine: FakeEngine, of: SchedulerLimits = LIMITS, **options: Any
-) -> Iterator[Scheduler]:
-    made = Scheduler(engine, of, **options)
-    made.start()
-    try:
-        yield made
-    finally:
-        engine.gate.set()
-        made.close()
-
-
 def stepped(clock: Clock = CLOCK, **changes: Any) -> SteppedScheduler:
-    return SteppedScheduler(FakeEngine(), limits(**changes), clock)
+    return SteppedScheduler(FakeEngine(), replace(LIMITS, **changes), clock)
 
 
 def alive(scheduler: Scheduler) -> list[str]:
@@ -106,7 +72,7 @@ def alive(scheduler: Scheduler) -> list[str]:
 def test_a_batch_is_reported() -> None:
     reports: list[BatchReport] = []
     engine = FakeEngine()
-    with running(engine, on_batch=reports.append) as made:
+    with running(engine, LIMITS, on_batch=reports.append) as made:
         engine.gate.clear()
         submit(made, [sized(5)], later(), trace="00-1")
         engine.entered.wait(20)
@@ -128,21 +94,6 @@ def test_a_batch_is_reported() -> None:
     assert [set(report.traces) for report in reports] == [{"00-1"}, {"00-2"}, {"00-3"}]
     assert reports[0].seconds >= 0.02
     assert 0 <= reports[1].seconds < 20
-
-
-def test_encodings_of_different_heads_share_a_batch() -> None:
-    engine = FakeEngine()
-    with running(engine, limits(max_batch_tokens=100)) as made:
-        engine.gate.clear()
-        submit(made, [sized(5)], later())
-        engine.entered.wait(20)
-        mixed = of_tasks(("fill-mask", "nsp", "embed"), 6, 5)
-        submitted = [submit(made, [one], later()) for one in mixed]
-        engine.gate.set()
-        for each in submitted:
-            each.result(20)
-    assert [len(batch) for batch in engine.batches] == [1, 6]
-    assert len({tuple(one.requests) for one in engine.batches[1]}) == 3
 
 
 def test_a_result_has_the_times_of_its_request() -> None:
@@ -180,7 +131,7 @@ def test_a_batch_that_fails_is_halved() -> None:
         (1, BatchFill.ERROR), (3, BatchFill.ERROR),
     ]  # fmt: skip
     error = futures[1].exception(0)
-    assert type(error) is EngineFailed
+    assert type(error) is errors.EngineFailed
     assert [future.result(0).outputs[0]["embedding"].array[0] for future in futures[2:]] == [
         8, 12, 16,
     ]  # fmt: skip
@@ -192,7 +143,7 @@ class WithoutItsAdapter(FakeEngine):
 
     def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
         if any(each.adapter for each in batch):
-            raise AdapterUnavailable("the files of the adapter stars have changed")
+            raise errors.AdapterUnavailable("the files of the adapter stars have changed")
         return super().run(batch, alone=alone)
 
 
@@ -206,14 +157,14 @@ def test_an_adapter_that_cannot_be_read_fails_its_requests_alone() -> None:
     made.look(worker)
     made.run(worker)
     error = futures[1].exception(0)
-    assert type(error) is AdapterUnavailable, "its status is 503, not 500"
+    assert type(error) is errors.AdapterUnavailable, "its status is 503, not 500"
     assert [futures[n].result(0).outputs[0]["embedding"].array[0] for n in (0, 2)] == [4, 8]
     assert made.dead_reason is None
 
 
 def test_a_lone_batch_is_told() -> None:
     engine, activity = Recording(), Activity()
-    with running(engine, activity=activity) as made:
+    with running(engine, LIMITS, activity=activity) as made:
         conditions: Any = (made._changed, made._short_texts)
         wait_until(lambda: all(condition._waiters for condition in conditions))
         submit(made, [sized(5)], later()).result(20)
@@ -267,29 +218,13 @@ def test_a_request_whose_time_is_over_is_told() -> None:
     while not slow.done():
         made.look(worker)
         worker.batch = []
-    errors = [future.exception(0) for future in (over, slow)]
-    assert [type(error) for error in errors] == [DeadlineExceeded] * 2
-    assert "was over before it ran" in str(errors[0])
-    assert "the workers have become slower" in str(errors[1])
+    ends = [future.exception(0) for future in (over, slow)]
+    assert [type(error) for error in ends] == [errors.DeadlineExceeded] * 2
+    assert "was over before it ran" in str(ends[0])
+    assert "the workers have become slower" in str(ends[1])
 
 
-def test_a_closed_queue_refuses() -> None:
-    made = stepped()
-    made.close()
-    for later_round in (False, True):
-        with refused("shutting_down"):
-            submit(made, [sized(5)], later(), later_round=later_round)
-
-
-def test_an_empty_queue_admits_any_request() -> None:
-    made = stepped(max_queue_tokens=10, waits=WaitLimits(0.001))
-    made._admission.tokens_per_s = 1.0
-    submit(made, [sized(1000)], later(0.0))
-    with pytest.raises(Overloaded):
-        submit(made, [sized(1)], later())
-
-
-def test_a_full_queue_admits_all_of_a_request_or_none_and_a_later_round_always() -> None:
+def test_a_full_queue_admits_all_or_none_and_a_later_round_and_an_empty_one_always() -> None:
     made = stepped(max_queue_tokens=60)
     first = submit(made, [sized(10), sized(20)], later())
     with refused("overloaded"):
@@ -299,6 +234,11 @@ def test_a_full_queue_admits_all_of_a_request_or_none_and_a_later_round_always()
     assert made.state.tokens == 80
     first.cancel()
     assert made.state.tokens == 50, "cancelled work frees the queue at once"
+    empty = stepped(max_queue_tokens=10, waits=WaitLimits(0.001))
+    empty._admission.tokens_per_s = 1.0
+    submit(empty, [sized(1000)], later(0.0))
+    with pytest.raises(errors.Overloaded):
+        submit(empty, [sized(1)], later())
 
 
 def test_requests_are_counted_by_client_until_they_end() -> None:
@@ -325,28 +265,31 @@ def test_close_fails_what_waits_and_does_not_wait_for_ever() -> None:
     assert 0.1 <= time.monotonic() - begin < 4
     for future in (runs, waits):
         error = future.exception(0)
-        assert type(error) is ShuttingDown
+        assert type(error) is errors.ShuttingDown
     assert alive(made) == ["worker-0"]
     engine.gate.set()
     made.close()
     assert alive(made) == []
     assert made.dead_reason is None
+    for later_round in (False, True):
+        with refused("shutting_down"):
+            submit(made, [sized(5)], later(), later_round=later_round)
 
 
 def test_a_dead_engine_fails_everything_and_its_threads_end() -> None:
     deaths: list[str] = []
     engine = FakeEngine(lambda _: True)
     engine.broken = True
-    with running(engine, on_dead=deaths.append) as made:
+    with running(engine, LIMITS, on_dead=deaths.append) as made:
         engine.gate.clear()
         first = submit(made, [sized(5)], later())
         engine.entered.wait(20)
         second = submit(made, [sized(6)], later())
         engine.gate.set()
-        assert type(first.exception(20)) is EngineFailed
+        assert type(first.exception(20)) is errors.EngineFailed
         reason = "after an error it could not repeat its golden outputs (RuntimeError)"
         assert str(second.exception(20)) == f"the engine is dead: {reason}"
-        assert type(second.exception(20)) is EngineDead
+        assert type(second.exception(20)) is errors.EngineDead
         wait_until(lambda: alive(made) == [])
         assert deaths == [reason]
         assert made.dead_reason == reason
@@ -389,8 +332,6 @@ def test_a_run_may_take_ten_times_its_prediction_and_the_margin() -> None:
     assert hung(0.2, *[2.0] * 6) == ["a run took longer than 10.0 s"]
     assert hung(None, *[2.0] * 34) == []
     assert hung(None, *[2.0] * 35) == ["a run took longer than 68.0 s"]
-
-
-def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
+    # Time in which the process was stopped does not count.
     assert hung(0.2, 1000.0, *[2.0] * 4) == []
     assert len(hung(0.2, 1000.0, *[2.0] * 5)) == 1

@@ -3,9 +3,7 @@
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from dataclasses import replace
 from queue import Queue
 
@@ -15,43 +13,16 @@ from hypothesis import strategies as st
 
 from cloze.model_store.batch import Encoding
 from cloze.service.batching.admission import SchedulerLimits
-from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import BatchFill, BatchReport, BatchResult
 from cloze.service.errors import DeadlineExceeded, EngineDead, EngineFailed
-from tests.support import encodings
-from tests.support.encodings import submit
-from tests.support.fake_engine import FakeEngine
+from tests.support.encodings import later, sized, submit
+from tests.support.fake_engine import FakeEngine, running
 from tests.support.waiting import wait_until
 
 WAIT_S = 60.0
 LIMITS = SchedulerLimits(
     workers=2, max_batch_tokens=64, max_queue_tokens=10_000, stall_timeout_s=30.0
 )
-
-
-def sized(length: int, value: int = 1) -> Encoding:
-    return encodings.encoding([value] * length, embed=True)
-
-
-def later(seconds: float = WAIT_S) -> float:
-    return time.monotonic() + seconds
-
-
-@contextmanager
-def running(
-    engine: FakeEngine,
-    *,
-    on_batch: Callable[[BatchReport], None] = lambda _: None,
-    on_dead: Callable[[str], None] = lambda _: None,
-    **limits: float,
-) -> Iterator[Scheduler]:
-    scheduler = Scheduler(engine, replace(LIMITS, **limits), on_batch=on_batch, on_dead=on_dead)
-    scheduler.start()
-    try:
-        yield scheduler
-    finally:
-        engine.gate.set()
-        scheduler.close()
 
 
 def sums(future: "Future[BatchResult]") -> list[float]:
@@ -89,16 +60,14 @@ def test_every_request_ends_once_and_rightly(
     budget: int,
     poison: set[int],
 ) -> None:
-    """Whatever arrives: each future ends; answers are the request's own, in order; batches keep
-    their rules.
-    """
+    """Whatever arrives: answers are the request's own, in order; batches keep their rules."""
     engine = FakeEngine(poison=lambda one: int(one.input_ids[0]) in poison)
     engine.supports_varlen = mixed
     reports: list[BatchReport] = []
     if held:
         engine.gate.clear()
     limits = {"workers": workers, "max_batch_tokens": budget}
-    with running(engine, on_batch=reports.append, **limits) as scheduler:
+    with running(engine, replace(LIMITS, **limits), on_batch=reports.append) as scheduler:
         futures = []
         for sizes, fate in arrivals:
             future = submit(
@@ -129,52 +98,52 @@ def test_every_request_ends_once_and_rightly(
         assert len(batch) == 1 or sum(map(len, batch)) <= budget
 
 
+class Blocked(FakeEngine):
+    """An engine in which texts of 5 tokens and long ones wait for an event each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin, self.release = threading.Event(), threading.Event()
+
+    def run(self, batch: list[Encoding], *, alone: bool = False) -> list:  # type: ignore[override, type-arg]
+        self.entered.set()
+        length = len(batch[0])
+        event = self.release if length > 10 else self.begin if length == 5 else self.gate
+        event.wait(WAIT_S)
+        return super().run(batch)
+
+
 def test_a_short_text_runs_while_all_workers_run_long_ones() -> None:
     """Long texts of earlier and of later requests wait meanwhile."""
-    release = threading.Event()
-
-    class LongTextsWait(FakeEngine):
-        def run(self, batch: list[Encoding], *, alone: bool = False) -> list:  # type: ignore[override, type-arg]
-            if len(batch[0]) > 10:
-                release.wait(WAIT_S)
-            return super().run(batch)
-
-    with running(LongTextsWait(), workers=2, max_batch_tokens=10) as scheduler:
+    engine = Blocked()
+    with running(engine, replace(LIMITS, max_batch_tokens=10)) as scheduler:
         long = [submit(scheduler, [sized(20 + i)], later()) for i in range(4)]
         wait_until(lambda: len(scheduler._watchdog._runs) == 2)
         for value in (1, 2):
-            assert sums(submit(scheduler, [sized(5, value)], later())) == [5.0 * value]
+            assert sums(submit(scheduler, [sized(6, value)], later())) == [6.0 * value]
         assert not any(future.done() for future in long)
-        release.set()
+        engine.release.set()
         assert [sums(future) for future in long] == [[20.0], [21.0], [22.0], [23.0]]
 
 
 def test_a_short_text_that_waits_already_runs_beside_a_long_one() -> None:
     """Nothing arrives any more that would wake the worker for short texts."""
-    begin, release = threading.Event(), threading.Event()
-
-    class Blocked(FakeEngine):
-        def run(self, batch: list[Encoding], *, alone: bool = False) -> list:  # type: ignore[override, type-arg]
-            self.entered.set()
-            {5: begin, 20: release}.get(len(batch[0]), self.gate).wait(WAIT_S)
-            return super().run(batch)
-
     engine = Blocked()
-    with running(engine, workers=1, max_batch_tokens=10) as scheduler:
+    with running(engine, replace(LIMITS, workers=1, max_batch_tokens=10)) as scheduler:
         first = submit(scheduler, [sized(5)], later())
         assert engine.entered.wait(WAIT_S)
         long, short = (submit(scheduler, [sized(length)], later()) for length in (20, 6))
-        begin.set()
+        engine.begin.set()
         assert sums(first) == [5.0]
         assert sums(short) == [6.0]
         assert not long.done()
-        release.set()
+        engine.release.set()
         assert sums(long) == [20.0]
 
 
 def test_a_run_that_hangs_is_a_dead_engine() -> None:
     engine = FakeEngine()
-    with running(engine, workers=1, stall_timeout_s=0.2) as scheduler:
+    with running(engine, replace(LIMITS, workers=1, stall_timeout_s=0.2)) as scheduler:
         assert sums(submit(scheduler, [sized(3)], later())) == [3.0]  # measures the engine
         engine.gate.clear()
         futures = [submit(scheduler, [sized(length)], later()) for length in (3, 4)]
@@ -186,7 +155,7 @@ def test_a_run_that_hangs_is_a_dead_engine() -> None:
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_one_worker_is_left_to_questions_while_they_come(workers: int) -> None:
     engine = FakeEngine()
-    with running(engine, workers=workers) as scheduler:
+    with running(engine, replace(LIMITS, workers=workers)) as scheduler:
         sums(submit(scheduler, [sized(3)], later()))
         engine.gate.clear()
         bulk = submit(scheduler, [sized(64)] * 8, later(), is_bulk=True)
@@ -207,8 +176,8 @@ def test_one_worker_is_left_to_questions_while_they_come(workers: int) -> None:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_engine_that_is_lost_while_nobody_asks_is_dead(workers: int) -> None:
     engine, deaths, reports = FakeEngine(), Queue(), list[BatchReport]()
-    options = {"workers": workers, "canary_s": 0.01}
-    with running(engine, on_batch=reports.append, on_dead=deaths.put, **options) as scheduler:
+    limits = replace(LIMITS, workers=workers, canary_s=0.01)
+    with running(engine, limits, on_batch=reports.append, on_dead=deaths.put) as scheduler:
         wait_until(lambda: len(reports) > 1)
         assert {report.fill for report in reports} == {BatchFill.CANARY}
         assert sums(submit(scheduler, [sized(3)], later())) == [3.0]

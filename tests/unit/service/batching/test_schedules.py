@@ -1,8 +1,4 @@
-"""Every order of a few steps of clients and workers, with the invariants after each step.
-
-`test_scheduler` draws orders at random, with threads. Here one thread makes all steps (see
-`tests/support/stepped.py`), so that each order comes exactly once, and a failure is the same each time.
-"""
+"""Every order of a few steps of clients and workers, made by one thread: invariants after each."""
 
 from collections.abc import Iterator, Sequence
 

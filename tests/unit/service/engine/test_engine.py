@@ -1,7 +1,6 @@
 """The engine on a graph made by hand: its device, its golden outputs, and how it runs batches."""
 
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,14 @@ from cloze.model_store.installation import install_command
 from cloze.model_store.layouts import Feeds
 from cloze.model_store.manifest import Precision
 from cloze.service.batching.admission import SchedulerLimits
-from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import Device
 from cloze.service.engine import session as sessions
 from cloze.service.engine.cpu_places import SpreadSession
 from cloze.service.engine.onnx_engine import OnnxEngine, SessionOptions
 from cloze.service.engine.session import CUDA, CpuSession
 from cloze.service.errors import EngineFailed, StartupError
-from tests.support.encodings import encoding, submit
+from tests.support.encodings import encoding, later, submit
+from tests.support.fake_engine import running
 from tests.support.mean_graph import TABLE, mean, write_graph
 from tests.support.task_model import manifest
 
@@ -168,11 +167,8 @@ def test_numbers_that_overflow_are_the_error_of_their_text_alone(bundle: Bundle)
     limits = SchedulerLimits(
         workers=1, max_batch_tokens=64, max_queue_tokens=1000, stall_timeout_s=30.0
     )
-    scheduler = Scheduler(engine, limits)
-    scheduler.start()
-    try:
-        deadline = time.monotonic() + 60
-        request, other = submit(scheduler, batch, deadline), submit(scheduler, batch[2:], deadline)
+    with running(engine, limits) as scheduler:
+        request, other = submit(scheduler, batch, later()), submit(scheduler, batch[2:], later())
         error = request.exception(60)
         assert type(error) is EngineFailed
         expected = "the engine cannot run sequence 2 of 3 of this request (FloatingPointError)"
@@ -181,8 +177,6 @@ def test_numbers_that_overflow_are_the_error_of_their_text_alone(bundle: Bundle)
         expected_mean = table[[3, HUGE]].mean(0)
         np.testing.assert_allclose(result["embedding"].array, expected_mean, rtol=1e-5)
         assert scheduler.dead_reason is None
-    finally:
-        scheduler.close()
 
 
 class OnCuda:

@@ -34,7 +34,9 @@ FEEDS = {
 
 
 @pytest.mark.parametrize(("threads", "spins"), [(1, "0"), (2, "1"), (3, "1")])
-def test_options_of_a_session(graph: Path, threads: int, spins: str) -> None:
+def test_options_of_a_session(
+    graph: Path, threads: int, spins: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session: Any = cpu_session(graph, threads)
     options = session.get_session_options()
     assert (options.intra_op_num_threads, options.inter_op_num_threads) == (threads, 1)
@@ -46,12 +48,9 @@ def test_options_of_a_session(graph: Path, threads: int, spins: str) -> None:
     assert {name: options.get_session_config_entry(name) for name in settings} == settings
     assert session.get_providers() == ["CPUExecutionProvider"]
     assert not session._enable_fallback
-
-
-def test_int8_without_instructions_is_exact(graph: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "int8_instructions", list)
     options = cpu_session(graph).get_session_options()  # type: ignore[attr-defined]
-    assert options.get_session_config_entry("session.x64quantprecision") == "1"
+    assert options.get_session_config_entry("session.x64quantprecision") == "1", "it is exact"
 
 
 @pytest.mark.parametrize(
@@ -204,10 +203,7 @@ def test_inputs_reach_the_device_in_one_buffer(runtime: Runtime) -> None:
     assert not runtime.device._run_lock.locked()
 
 
-@pytest.mark.parametrize(
-    ("rows", "size"),
-    [(1, 2**16), (2**16, 2**16), (2**16 + 1, 2**17)],
-)
+@pytest.mark.parametrize(("rows", "size"), [(1, 2**16), (2**16, 2**16), (2**16 + 1, 2**17)])
 def test_buffers_are_used_again_by_size(runtime: Runtime, rows: int, size: int) -> None:
     for number in range(3):
         runtime.device.run(["a"], {"x": np.full(rows, number, np.uint8)})

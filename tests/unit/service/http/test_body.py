@@ -9,16 +9,8 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
+from cloze.service import errors
 from cloze.service.core import ServedRequest
-from cloze.service.errors import (
-    ClientGone,
-    DeadlineExceeded,
-    Overloaded,
-    Rejection,
-    ServiceError,
-    SlowRequest,
-    UnsupportedEncoding,
-)
 from cloze.service.http.body import RequestLimits
 from cloze.service.http.bytes_held import SMALL_BYTES, ByteBudget, Hold
 from cloze.service.http.record import Callers
@@ -94,7 +86,7 @@ async def has_room(budget: ByteBudget, size: int) -> bool:
     try:
         await budget.grow(first, 1, 0)
         await budget.grow(hold, size - 1, 0)
-    except Overloaded:
+    except errors.Overloaded:
         return False
     finally:
         budget.release(first)
@@ -121,9 +113,9 @@ async def test_a_request_within_its_time_is_left_alone() -> None:
     assert await read(limits, timed(0.5, b"1")) == b"1"
     await asyncio.sleep(1)
     assert await read(limits, timed(0.5, b"12", 0.4, b"3"), answer_s=0.49) == b"123"
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(errors.DeadlineExceeded):
         await read(limits, timed(0.5, b"12", 0.4, b"3"), answer_s=0.51)
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(errors.DeadlineExceeded):
         await read(limits, timed(0.5, b"12", 0.04, b"3"), answer_s=0.47)
     await asyncio.sleep(100)
     assert asyncio.all_tasks() == before
@@ -147,13 +139,12 @@ async def test_a_client_that_leaves_ends_its_request_alone() -> None:
         await tasks[0]
     assert LOOP_CLOCK.monotonic() == began
     assert await tasks[1] == b"1"
-    with pytest.raises(ClientGone), limits.request(first):
+    with pytest.raises(errors.ClientGone), limits.request(first):
         raise AssertionError("it has begun")
 
 
 async def test_a_client_may_leave_when_its_request_has_ended() -> None:
     """The task goes on, and may have begun the next request of the connection."""
-
     asked = request(b"1")
     connection = record_of(asked).connection
     with limits_of().request(asked):
@@ -166,13 +157,12 @@ async def test_a_client_may_leave_when_its_request_has_ended() -> None:
 @pytest.mark.parametrize("ends", ["late", "leaves", "in time"])
 async def test_a_task_that_is_cancelled_stays_cancelled(ends: str) -> None:
     """As at the end of the server, also if the request ends at the same time."""
-
     asked, after = timed(1.0, b"1"), []
 
     async def answer() -> None:
         try:
             await read(limits_of(), asked, answer_s=20)
-        except ServiceError:
+        except errors.ServiceError:
             await asyncio.sleep(0)
             after.append("answered")
 
@@ -235,10 +225,10 @@ async def test_a_body_that_waits_for_memory() -> None:
     limits.bodies.release(other)
     assert len(await task) == LARGE
     await limits.bodies.grow(other, LARGE, 1.0)
-    with pytest.raises(Overloaded) as caught:
+    with pytest.raises(errors.Overloaded) as caught:
         await read(limits, request(bytes(LARGE)))
-    assert caught.value.reason is Rejection.MEMORY
-    with pytest.raises((SlowRequest, Overloaded)):
+    assert caught.value.reason is errors.Rejection.MEMORY
+    with pytest.raises((errors.SlowRequest, errors.Overloaded)):
         await read(limits, timed(2.0, bytes(LARGE)))
 
 
@@ -265,8 +255,8 @@ async def test_three_large_answers_are_written_at_once() -> None:
     waiting[2].cancel()
     await asyncio.sleep(7)
     assert [task.done() for task in waiting] == [True, True, True, False]
-    assert isinstance(waiting[0].exception(), (ServiceError))
-    assert isinstance(waiting[1].exception(), ClientGone)
+    assert isinstance(waiting[0].exception(), (errors.ServiceError))
+    assert isinstance(waiting[1].exception(), errors.ClientGone)
     assert waiting[2].cancelled()
     first[0].cancel()
     await waiting[3]
@@ -345,7 +335,7 @@ async def test_bodies_that_are_too_large() -> None:
 async def test_other_encodings(encoding: str) -> None:
     asked = request(b"1")
     record_of(asked).first = {b"content-encoding": encoding.encode("latin-1")}
-    with pytest.raises(UnsupportedEncoding):
+    with pytest.raises(errors.UnsupportedEncoding):
         await read(limits_of(), asked)
 
 
@@ -380,18 +370,17 @@ async def test_the_content_holds_memory_and_what_it_may_become_before() -> None:
         assert await has_room(limits.bodies, 10 * LARGE)
     await limits.bodies.grow(Hold("a"), LARGE, 0)
     asked = request(gzip.compress(b""), content_encoding="gzip", x_request_timeout_ms="50")
-    with pytest.raises((Overloaded, SlowRequest, DeadlineExceeded)):
+    with pytest.raises((errors.Overloaded, errors.SlowRequest, errors.DeadlineExceeded)):
         await read(limits, asked, limit=9 * LARGE)
 
 
 @on_threads
 async def test_decompression_ends_with_its_request() -> None:
     """A gigabyte of zeros takes seconds, and the request may take 0.1 s."""
-
     data = gzip.compress(bytes(2**20)) * 1000
     asked = request(data, content_encoding="gzip", x_request_timeout_ms="100")
     threads = threading.active_count()
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(errors.DeadlineExceeded):
         await read(limits_of(2**40), asked, limit=2**31)
     began = time.thread_time(), time.process_time()
     await asyncio.sleep(0.5)

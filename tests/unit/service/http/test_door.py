@@ -133,11 +133,14 @@ async def test_a_wait_up_to_the_limit_is_admitted() -> None:
     assert error.reason is Rejection.WAIT
     assert error.retry_after_s == pytest.approx(0.1)
     assert await Gated(Waiting(10.0), max_wait_s=0).ask() is None, "0 is no limit"
+    assert await Gated(Waiting(9.0), Waiting(1.0)).ask() is None, "the shortest wait counts"
+    gated = Gated(Waiting(9.0), Waiting(8.0))
+    assert str(await gated.ask()).startswith("the request would wait about 8 s")
+    assert gated.record.model == "m@2", "which the metrics and the log have"
 
 
 async def test_answers_say_how_many_bytes_a_token_has() -> None:
     """A passage of 102 tokens and 765 bytes is of another class of size at 5 bytes per token."""
-
     queue = Waiting(0.0)
     gated = Gated(queue)
     await gated.ask(765)
@@ -166,7 +169,6 @@ async def test_odd_answers_say_little(
     size: int, tokens: int, headers: dict[str, Any], expected: int
 ) -> None:
     """Else a client of compressed or odd bodies would let those of others look long or short."""
-
     queue = Waiting(0.0)
     gated = Gated(queue)
     gated.answered(size, tokens, **headers)
@@ -218,7 +220,6 @@ async def test_what_it_is_told_is_true_when_its_late_answer_arrives() -> None:
 
 async def test_a_server_that_drains_refuses_all() -> None:
     """A client that gets 429 would come back to this replica."""
-
     first, second = Waiting(9.0), Waiting(9.0)
     gated = Gated(first, second)
     assert isinstance(await gated.ask(), Overloaded)
@@ -226,13 +227,6 @@ async def test_a_server_that_drains_refuses_all() -> None:
     assert isinstance(await gated.ask(), ShuttingDown)
     first.seconds = 0.0
     assert isinstance(await gated.ask(), ShuttingDown)
-
-
-async def test_the_model_with_the_shortest_wait_counts() -> None:
-    assert await Gated(Waiting(9.0), Waiting(1.0)).ask() is None
-    gated = Gated(Waiting(9.0), Waiting(8.0))
-    assert str(await gated.ask()).startswith("the request would wait about 8 s")
-    assert gated.record.model == "m@2", "which the metrics and the log have"
 
 
 @pytest.mark.parametrize(
@@ -340,7 +334,6 @@ async def test_requests_that_wait_to_start_count_for_those_that_come() -> None:
 
 async def test_the_wait_to_start_is_part_of_the_expected_wait() -> None:
     """If four requests take 0.4 s, a client waits for that, and another one for less."""
-
     starting = Starting(clock := VirtualClock())
     for _ in range(100):
         starting.ask("heavy")

@@ -1,17 +1,10 @@
 """JSON bodies: their limits, and refusals that name their place."""
 
-import asyncio
-import threading
-from collections.abc import Callable
-from typing import Any
-
 import orjson
 import pytest
-from anyio import CancelScope
 
 from cloze.service.errors import MalformedRequest, RequestTooLarge
 from cloze.service.http.body import SHORT_BYTES, BodyLimits, load
-from cloze.service.threads import run_on_thread
 from tests.support.refusals import refused
 
 FREE = BodyLimits(10**9, 10**9, 10**9)
@@ -69,29 +62,3 @@ def test_limits_that_follow_from_those_of_requests() -> None:
     assert load(b"[" + b"1," * 32_766 + b"11]", BodyLimits(10**9, 1, 1))[-1] == 11
     with pytest.raises(RequestTooLarge):
         load(b"[" + b"1," * 32_766 + b"111]", BodyLimits(10**9, 1, 1))
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_a_body_that_nobody_waits_for_is_scanned_no_further() -> None:
-    may_read, has_ended = threading.Event(), threading.Event()
-    ends: list[str] = []
-
-    def read(leave: Callable[[], Any]) -> None:
-        leave()
-        assert may_read.wait(10)
-        try:
-            load(b"[1, 2, 3]", FREE, 3)
-            ends.append("read")
-        except asyncio.CancelledError:
-            ends.append("ended")
-        finally:
-            has_ended.set()
-
-    loop = asyncio.get_running_loop()
-    with CancelScope() as scope:
-        await run_on_thread(read, lambda: loop.call_soon_threadsafe(scope.cancel))
-    assert scope.cancelled_caught
-    may_read.set()
-    assert await asyncio.to_thread(has_ended.wait, 10)
-    assert ends == ["ended"]

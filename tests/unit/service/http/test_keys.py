@@ -1,6 +1,7 @@
 """Keys, clients, errors and paths of requests, without a server."""
 
 import hashlib
+import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from cloze.service.http.errors import describe_error, rejection
 from cloze.service.http.keys import Key, KeyEntry, Keys
 from cloze.service.http.record import Callers, Paths, timeout_s
 from cloze.service.http.watched_files import WatchedFiles
-from tests.support.refusals import refused
+from tests.support.records import pairs, recorded
+from tests.support.refusals import check_table, refused
 
 
 def digest(key: str) -> str:
@@ -23,12 +25,8 @@ def digest(key: str) -> str:
 
 
 def entry(requests: int | None = None, tokens: int | None = None) -> KeyEntry:
-    return KeyEntry(
-        sha256=digest("k"),
-        scopes=["inference"],
-        requests_per_minute=requests,
-        tokens_per_minute=tokens,
-    )
+    limits: Any = {"requests_per_minute": requests, "tokens_per_minute": tokens}
+    return KeyEntry(sha256=digest("k"), scopes=["inference"], **limits)
 
 
 def sent(key: Key, now: float, most: int = 1000) -> int:
@@ -79,13 +77,10 @@ def test_tokens_are_taken_when_they_are_known_and_may_be_owed() -> None:
         key.count(2.0)
     assert again.value.retry_after_s == pytest.approx(39.1)
     key.count(41.2)
-
-
-def test_an_idle_minute_before_the_tokens_are_known_saves_nothing_up() -> None:
     key = Key("team", entry(tokens=60))
     key.count(0.0)
     key.take_tokens(60, 50.0)
-    with pytest.raises(Overloaded):
+    with pytest.raises(Overloaded):  # an idle minute before that saves nothing up
         key.count(50.9)
 
 
@@ -127,28 +122,20 @@ def test_a_key_is_found_by_its_hash(tmp_path: Path) -> None:
         assert (key.name if key else None) == name
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("", "has no key; make one with"),
-        ("one = " + "9" * 5000, "is no TOML"),
-        ("one = " + "[" * 10_000, "is no TOML"),
-        ('[one]\nsha256 = "abc"\nscopes = ["inference"]', "sha256"),
-        ("x = 1", "a key: "),
-        (TABLE.format(name="one", digest=digest("k")) + "more = 1", "more"),
-        (f'[one]\nsha256 = "{digest("k")}"\nscopes = ["root"]', "'admin', got 'root'$"),
-        (TABLE.format(name="one", digest=digest("k")) + "requests_per_minute = 0", "to 1, got 0$"),
-        (TABLE.format(name="one", digest=digest("k")) + "tokens_per_minute = 0", "tokens_per"),
-        (TABLE.format(name="one", digest=digest("k")) + 'expires = "soon"', "expires: "),
-        ('[one]\nsha256 = []\nscopes = ["inference"]', "sha256"),
-    ],
-)
-def test_files_of_keys_that_are_refused(tmp_path: Path, text: str, problem: str) -> None:
-    (tmp_path / "keys").write_text(text)
-    with pytest.raises(StartupError, match=problem):
-        Keys(tmp_path / "keys")
-    with pytest.raises(StartupError, match="cannot be read: No such file"):
-        Keys(tmp_path / "missing")
+def test_files_of_keys_that_are_refused(tmp_path: Path) -> None:
+    """`keys.txt` has the kind of a fault, a file in Python, and the refusal per line."""
+    table = TABLE.format(name="one", digest=digest("k"))
+
+    def outcome(_: str, content: str) -> str:
+        (tmp_path / "keys").unlink(missing_ok=True)
+        if (text := eval(content, {"TABLE": table, "DIGEST": digest("k")})) is not None:
+            (tmp_path / "keys").write_text(text)
+        with pytest.raises(StartupError) as error:
+            Keys(tmp_path / "keys")
+        message = str(error.value).replace(str(tmp_path), "FOLDER")
+        return re.sub("no TOML: .*", "no TOML", message)  # the interpreter's own words
+
+    check_table(Path(__file__).with_name("keys.txt"), outcome)
 
 
 @pytest.mark.parametrize(
@@ -283,41 +270,28 @@ def test_a_file_says_that_it_is_meant_to_have_no_keys(tmp_path: Path) -> None:
     assert keys.find(b"Bearer first") is None
 
 
-def scope(peer: str | None = "10.0.0.1", **headers: str) -> dict[str, Any]:
-    sent = [(n.replace("_", "-").encode(), v.encode("latin-1")) for n, v in headers.items()]
-    return {
-        "method": "POST",
-        "path": "/embed",
-        "client": (peer, 1) if peer else None,
-        "headers": sent,
-    }
+def headers(**sent: str) -> dict[bytes, bytes]:
+    return dict(pairs(sent))
 
 
-def headers(**sent: str) -> Any:
-    return scope(**sent)["headers"]
-
-
-def test_a_client_is_its_address() -> None:
-    assert Callers().record(scope("192.0.2.7"), None).client == "192.0.2.7"
-    assert Callers().record(scope(None), None).client == ""
-    proxied = scope("10.0.0.1", x_forwarded_for="192.0.2.1")
-    assert Callers().record(proxied, None).client == "10.0.0.1", "no proxy is trusted"
-
-
-def test_a_client_with_a_key_is_its_key(tmp_path: Path) -> None:
+def test_a_client_is_its_address_or_its_key(tmp_path: Path) -> None:
+    assert recorded(client="192.0.2.7").client == "192.0.2.7"
+    assert recorded(client=None).client == ""
+    proxied = recorded(client="10.0.0.1", x_forwarded_for="192.0.2.1")
+    assert proxied.client == "10.0.0.1", "no proxy is trusted"
     callers = Callers(keys=Keys(file_of(tmp_path / "keys", one="first")))
-    request = scope(authorization="Bearer first")
-    assert callers.record(request, None).client == "key:one"
-    assert callers.record(request, None).key is callers.record(request, None).key
-    assert callers.record(scope(authorization="Bearer other"), None).client == "10.0.0.1"
-    assert callers.record(scope(), None).key is None
-    assert Callers().record(scope(authorization="Bearer first"), None).key is None
+    first, again = (recorded(callers=callers, authorization="Bearer first") for _ in range(2))
+    assert first.client == "key:one"
+    assert first.key is again.key is not None
+    assert recorded(callers=callers, authorization="Bearer other").client == "a"
+    assert recorded(callers=callers).key is None
+    assert recorded(authorization="Bearer first").key is None
 
 
 def test_a_request_states_its_time() -> None:
     for value, seconds in (("1", 0.001), ("1500", 1.5), ("30000", 30.0), ("0001", 0.001)):
-        assert timeout_s(dict(headers(x_request_timeout_ms=value)), 30.0) == seconds
-    both = headers(x_stainless_read_timeout="9", x_request_timeout_ms="1500")
+        assert timeout_s(headers(x_request_timeout_ms=value), 30.0) == seconds
+    both = pairs({"x_stainless_read_timeout": "9", "x_request_timeout_ms": "1500"})
     for order in (both, both[::-1]):
         assert timeout_s(dict(order), 30.0) == 1.5, "not that of the OpenAI client"
     assert timeout_s({}, 30.0) is None
@@ -326,7 +300,7 @@ def test_a_request_states_its_time() -> None:
 @pytest.mark.parametrize("value", ["0", "30001", "-1", "1.5", "", "1e3", "\u00b2", "1" * 16])
 def test_other_times_are_refused(value: str) -> None:
     with refused("invalid_value", 1, 30000):
-        timeout_s(dict(headers(x_request_timeout_ms=value)), 30.0)
+        timeout_s(headers(x_request_timeout_ms=value), 30.0)
 
 
 @pytest.mark.parametrize(
@@ -336,20 +310,20 @@ def test_other_times_are_refused(value: str) -> None:
      ("1." + "0" * 10, None), ("1.", None), (".5", None), ("5\n", None)],
 )  # fmt: skip
 def test_the_time_that_the_openai_client_waits(value: str, seconds: float | None) -> None:
-    assert timeout_s(dict(headers(x_stainless_read_timeout=value)), 30.0) == seconds
+    assert timeout_s(headers(x_stainless_read_timeout=value), 30.0) == seconds
 
 
 def test_what_the_headers_of_a_request_say(tmp_path: Path) -> None:
     callers = Callers(keys=Keys(file_of(tmp_path / "keys", one="first")), max_timeout_s=30.0)
-    sent = scope(authorization="Bearer first", x_request_timeout_ms="1500", x_request_id="mine")
-    record = callers.record(sent, "/embed")
+    sent = {"authorization": "Bearer first", "x_request_timeout_ms": "1500", "x_request_id": "mine"}
+    record = recorded(callers=callers, **sent)
     assert record.key is not None
     assert (record.client, record.stated_s, record.terms_problem) == ("key:one", 1.5, "")
     assert (record.method, record.path, record.route) == ("POST", "/embed", "/embed")
-    assert (record.identity, record.headers) == (b"mine", sent["headers"])
+    assert (record.identity, record.headers) == (b"mine", pairs(sent))
     assert record.model == record.error == ""
     assert (record.limit_s, record.deadline) == (1.5, record.arrived + 1.5)
-    wrong = callers.record(scope(x_request_timeout_ms="30001"), None)
+    wrong = recorded(callers=callers, route="other", x_request_timeout_ms="30001")
     assert (wrong.key, wrong.stated_s, wrong.route) == (None, None, "other")
     assert wrong.limit_s == 30.0
     assert wrong.terms_problem == (
@@ -357,18 +331,14 @@ def test_what_the_headers_of_a_request_say(tmp_path: Path) -> None:
     )
 
 
-def identity(**sent: str) -> bytes:
-    return Callers().record(scope(**sent), None).identity
-
-
 def test_ids_of_requests() -> None:
     good = "aZ09._:/+=-" + "x" * 117
-    assert identity(x_request_id=good) == good.encode()
+    assert recorded(x_request_id=good).identity == good.encode()
     for wrong in ("", good + "x", "a b", "a\n", "\u00e9"):
-        made = identity(x_request_id=wrong)
+        made = recorded(x_request_id=wrong).identity
         assert made != wrong.encode("latin-1")
         assert len(made) == 16
-    assert identity() != identity()
+    assert recorded().identity != recorded().identity
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What is recorded of every request, its headers, and how its answer is written."""
 
 import asyncio
+import json
 import logging
 from contextlib import suppress
 from typing import Any, cast
@@ -10,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from cloze.service.clock import CLOCK, Clock
-from cloze.service.core import OTHER_ROUTE
+from cloze.service.core import OTHER_ROUTE, ServedRequest
 from cloze.service.errors import Rejection
 from cloze.service.http.body import BytesResponse, RequestLimits
 from cloze.service.http.bytes_held import ByteBudget
@@ -83,8 +84,8 @@ async def answers(scope: Any, receive: Any, send: Any) -> None:
 
 
 def test_an_answer_has_an_id_and_its_model() -> None:
-    world = World(answers)
-    asyncio.run(world.ask())
+    world = World(answers, VirtualClock(10.0))
+    asyncio.run(world.ask(arrived=8.0))
     assert world.headers[b"x-request-id"] == b"mine"
     assert world.headers[b"x-model"] == b"m@1"
     assert [message["type"] for message in world.sent] == [
@@ -92,19 +93,13 @@ def test_an_answer_has_an_id_and_its_model() -> None:
     ]  # fmt: skip
     [line] = world.lines
     for part in ('"id":"mine"', '"method":"POST"', '"route":"/embed"', '"status":200',
-                 '"model":"m@1"', '"texts":2', '"tokens":7'):  # fmt: skip
+                 '"model":"m@1"', '"texts":2', '"tokens":7', '"total":2000'):  # fmt: skip
         assert part in line
     assert "error" not in line
     counted = [line for line in world.series() if 'route="/embed"' in line and "count" in line]
     assert counted
     assert 'status="200"' in "".join(world.series())
     assert world.metrics.in_flight == 0
-
-
-def test_the_time_of_a_request_begins_when_it_arrived() -> None:
-    world = World(answers, VirtualClock(10.0))
-    asyncio.run(world.ask(arrived=8.0))
-    assert '"total":2000' in world.lines[0]
 
 
 def test_a_bug_is_answered_with_an_id_and_raised() -> None:
@@ -124,16 +119,14 @@ def test_a_bug_is_answered_with_an_id_and_raised() -> None:
     assert any('reason="memory"' in line for line in world.series())
     assert world.metrics.in_flight == 0
 
-
-def test_an_answer_that_has_begun_is_not_begun_again() -> None:
     async def breaks(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        raise ValueError
+        raise ValueError("secret")
 
     world = World(breaks)
-    with pytest.raises(ValueError):  # noqa: PT011
+    with pytest.raises(ValueError, match="secret"):
         asyncio.run(world.ask())
-    assert len(world.sent) == 1
+    assert len(world.sent) == 1, "an answer that has begun is not begun again"
     assert '"status":200' in world.lines[0]
 
 
@@ -214,3 +207,25 @@ async def test_a_large_body_is_sent_in_parts_one_after_another(size: int) -> Non
     assert all(len(part["body"]) <= 65_536 for part in parts)
     more = [part.get("more_body", False) for part in parts]
     assert more == [True] * (len(parts) - 1) + [False]
+
+
+def logged(level: int, share: float = 1.0, times: int = 1) -> list[str]:
+    """Return the requests that have a line, out of one of each kind."""
+    writer = LineWriter()
+    log = AccessLog("json", level, share, frozenset({"/health"}), writer)
+    ended: dict[str, Any] = {"ended": 1.5, "identity": b"r1", "seconds": 0.01}
+    for route, statuses in (("/embed", (200, 400, 500)), ("/health", (200, 503))):
+        for status in statuses * times:
+            log.add(ServedRequest(route=route, status=status, **ended))
+    lines = [json.loads(_line(*each)) for each in writer.waiting]
+    return [f"{line['route']} {line['status']}" for line in lines]
+
+
+def test_which_requests_are_logged() -> None:
+    errors = ["/embed 400", "/embed 500", "/health 503"]
+    assert logged(logging.INFO) == ["/embed 200", *errors]
+    assert logged(logging.WARNING) == errors
+    assert logged(logging.ERROR) == errors[1:]
+    assert logged(logging.DEBUG) == ["/embed 200", *errors[:2], "/health 200", "/health 503"]
+    assert logged(logging.INFO, share=0.0) == errors
+    assert 10 < logged(logging.INFO, share=0.3, times=200).count("/embed 200") < 120

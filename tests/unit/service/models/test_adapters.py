@@ -23,7 +23,7 @@ from cloze.service.errors import AdapterUnavailable, EngineDead
 from cloze.service.models import adapters
 from cloze.service.models.adapters import AdapterBundle, AdapterQueue
 from tests.support.encodings import encoding, submit
-from tests.support.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine, running
 from tests.support.task_model import bundle
 from tests.support.waiting import wait_until
 
@@ -89,10 +89,9 @@ def test_an_adapter_waits_in_the_queue_of_its_base() -> None:
 
 def test_a_slow_disk_stops_neither_the_engine_nor_other_requests() -> None:
     """The run of a request that waits for the disk is not watched, because it has not begun."""
-    base, registry = Scheduler(FakeEngine(), replace(LIMITS, stall_timeout_s=0.02)), Registry()
-    queue = AdapterQueue(base, "stars@1", registry)
-    base.start()
-    try:
+    registry = Registry()
+    with running(FakeEngine(), replace(LIMITS, stall_timeout_s=0.02)) as base:
+        queue = AdapterQueue(base, "stars@1", registry)
         cold = submit(queue, [encoding([1, 2], embed=True)], math.inf)
         gone = submit(queue, [encoding([5, 6], embed=True)], math.inf)
         for _ in range(20):
@@ -105,8 +104,6 @@ def test_a_slow_disk_stops_neither_the_engine_nor_other_requests() -> None:
         assert cold.result(20).outputs[0]["embedding"].array[0] == 3
         wait_until(lambda: registry.calls[2:] == ["release stars@1"] * 2)
         assert base.state.tokens == 0
-    finally:
-        base.close()
 
 
 def test_a_request_ends_with_the_error_of_its_adapter_or_of_the_queue() -> None:
@@ -148,16 +145,11 @@ def test_an_adapter_with_a_head_has_the_task_of_its_head_alone(tmp_path: Path) -
     assert list(manifest.heads) == ["sequence_classification"]
 
 
-@pytest.mark.parametrize(
-    ("labels", "kind"), [(1, "multi_label_classification"), (2, "single_label_classification")]
-)
-def test_labels_without_names_are_those_of_transformers(labels: int, kind: str) -> None:
-    _, options = adapters._labels(classifier(labels), HIDDEN, {})
-    assert options.model_dump()["labels"] == tuple(f"LABEL_{n}" for n in range(labels))
-    assert options.model_dump()["problem_type"] == kind
-
-
-def test_labels_are_as_many_as_the_rows_of_the_head() -> None:
+def test_labels_are_as_many_as_rows_and_without_names_those_of_transformers() -> None:
+    for rows, kind in ((1, "multi_label_classification"), (2, "single_label_classification")):
+        options = adapters._labels(classifier(rows), HIDDEN, {})[1].model_dump()
+        assert options["labels"] == tuple(f"LABEL_{n}" for n in range(rows))
+        assert options["problem_type"] == kind
     names = {"id2label": {"0": "bad", "1": "good", "2": "best"}}
     adapters._labels(classifier(10_000), HIDDEN, {})
     for rows, given in ((2, names), (4, names), (10_001, {})):

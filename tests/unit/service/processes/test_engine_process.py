@@ -1,16 +1,9 @@
 """An engine process: its front ends, its answers, its figures, and its end."""
 
 import asyncio
-import json
-import os
-import signal
-import socket
-import struct
-import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +13,13 @@ from cloze.model_store import Bundle
 from cloze.service.batching.admission import SchedulerLimits
 from cloze.service.batching.fair_queue import ExpectedWait, LineKey, Submission, Terms
 from cloze.service.batching.scheduler import Scheduler
-from cloze.service.errors import EngineFailed, Overloaded, Rejection, StartupError
+from cloze.service.errors import EngineFailed, Overloaded, Rejection
 from cloze.service.models.served_models import ServedModel
-from cloze.service.processes import engine_process, frames
-from cloze.service.processes.children import ChildConfig
+from cloze.service.processes import frames
 from cloze.service.processes.engine_process import EngineServer, FrontEndChannel, _exit_soon
-from cloze.service.processes.frontend import EngineLink, RemoteQueue
-from cloze.service.settings import Settings
 from tests.support import encodings
-from tests.support.collector import collecting
-from tests.support.encodings import submit
 from tests.support.fake_engine import FakeEngine
-from tests.support.forked import Fork, forked, publish
+from tests.support.forked import forked
 from tests.support.message_wire import Wire
 from tests.support.task_model import manifest
 
@@ -200,115 +188,6 @@ async def test_a_front_end_that_leaves_cancels_its_requests_only(process: Proces
             await asyncio.sleep(0.001)
     assert len(process.wire.sent) == 1
     assert process.server.channels == {channel}
-
-
-@pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    return tmp_path / "engine-0.sock"
-
-
-@contextmanager
-def engine_fork(
-    path: Path, make_engine: Callable[..., Any], **options: Any
-) -> Iterator[tuple[Fork, int]]:
-    """Run an engine process in a fork; yield the fork, and the pipe of its reports."""
-    publish(path.parent / "store")
-    settings = Settings(model_store=path.parent / "store", **options)
-    reader, writer = os.pipe()
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(path))
-        listener.listen()
-        sent = (writer, listener.fileno(), 3, os.getpid(), settings)
-        config = ChildConfig("engine-0", (path,), *sent)
-
-        def run() -> int:
-            os.close(reader)
-            sys.argv = ["engine", config.to_argument()]
-            return engine_process.main(make_engine)
-
-        with forked(run, path.parent / "output") as fork:
-            os.close(writer)
-            yield fork, reader
-    os.close(reader)
-
-
-def ask(path: Path, answer: bytes, **terms: Any) -> None:
-    """Send a request, and wait for an answer that has these bytes."""
-    with socket.socket(socket.AF_UNIX) as front_end:
-        front_end.connect(str(path))
-        message = frames.encode_run(run(**terms))
-        front_end.sendall(struct.pack("=I", len(message)) + message)
-        received = b""
-        while answer not in received:
-            received += front_end.recv(10_000)
-
-
-def test_a_process_answers_until_sigterm(path: Path) -> None:
-    def make_engine(bundle: Bundle, *_: object) -> Any:
-        assert bundle.manifest.reference == "tiny@1"
-        return FakeEngine()
-
-    with engine_fork(path, make_engine, log_format="json") as (fork, reader):
-        assert os.read(reader, 1) == b"1"
-        asyncio.run(asked(path, fork))
-        assert fork.code() == 0, fork.log
-        assert os.read(reader, 100).strip(b"1") == b""
-        assert os.read(reader, 100) == b""
-        lines = [json.loads(line) for line in fork.log.splitlines()]
-    assert any("serving tiny@1" in json.dumps(line) for line in lines)
-    assert list(path.parent.glob("*_engine-0.db")), "the metrics have the name of the process"
-
-
-async def asked(path: Path, fork: Fork) -> None:
-    """Ask an engine process, let it end, and ask again before it has."""
-    up = asyncio.Event()
-    link = EngineLink(path, ["tiny@1"], up)
-    queue = RemoteQueue([link], 0)
-    connecting = asyncio.ensure_future(link.run())
-    async with asyncio.timeout(20):
-        await up.wait()
-        assert queue.precision() == "fp32"
-        for number in (1, 2):
-            batch = [encodings.encoding([number] * 4, embed=True)]
-            future = submit(queue, batch, time.monotonic() + 60)
-            result = await asyncio.wrap_future(future)
-            assert result.outputs[0]["embedding"].array.tolist() == [4.0 * number]
-            fork.send(signal.SIGTERM)
-        connecting.cancel()
-        await asyncio.gather(connecting, return_exceptions=True)
-
-
-def test_a_process_sends_its_last_spans(path: Path) -> None:
-    with (
-        collecting() as (collector, url),
-        engine_fork(path, lambda *_: FakeEngine(), traces_endpoint=url) as (fork, _),
-    ):
-        ask(path, b"embedding", trace=f"00-{'a' * 32}-{'b' * 16}-01")
-        fork.send(signal.SIGTERM)
-        assert fork.code() == 0, fork.log
-        assert len(collector.spans) == 1
-
-
-def test_a_process_that_cannot_start_says_why(path: Path) -> None:
-    def make_engine(*_: object) -> Any:
-        raise StartupError("no such device")
-
-    with engine_fork(path, make_engine) as (fork, reader):
-        assert fork.code() == 2
-        assert "cloze: no such device" in fork.log
-        assert os.read(reader, 1) == b""
-
-
-def test_a_process_whose_engine_is_dead_ends(path: Path) -> None:
-    def make_engine(*_: object) -> Any:
-        engine = FakeEngine(lambda _: True)
-        engine.broken = True
-        return engine
-
-    with engine_fork(path, make_engine) as (fork, _):
-        ask(path, b"cannot run this input")  # answered before the end
-        assert fork.code() == 1
 
 
 def test_a_dead_engine_ends_its_process_though_the_loop_hangs(tmp_path: Path) -> None:

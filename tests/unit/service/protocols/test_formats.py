@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from cloze.service.http.routes import NPY
 from cloze.service.protocols import native, protocol, tensors
 from cloze.service.protocols.protocol import LenientModel, ignored_fields
 from cloze.service.protocols.tensors import TaskTensors
+from cloze.service.protocols.vector_numbers import INTEGERS, NumbersBody
 from cloze.service.tasks import TASKS
 from cloze.service.tasks.embed_all import TokenVectors
 from cloze.service.tasks.nsp import NspLabel, RankedCandidate
@@ -42,9 +44,6 @@ def test_texts_are_their_bytes() -> None:
 def test_numbers_are_little_endian() -> None:
     big = np.array([[1, 2]], ">f4")
     assert tensors.write_tensor(big) == struct.pack("<2f", 1, 2)
-
-
-COMPARED = "source_sentence sentences"
 
 
 def written(task: str, value: Any, asked: Sequence[str] = ()) -> dict[str, Any]:
@@ -176,3 +175,45 @@ def test_no_part_has_more_numbers_than_the_limit() -> None:
         counts = [bytes(part).count(b"0.0") for part in protocol.json_parts(value)]
         assert max(counts) == 65_536 // 768 * 768
         assert sum(counts) % (400 * 768) == 0
+
+
+TORCH = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+@pytest.mark.parametrize("dtype", TORCH)
+def test_the_bytes_are_those_of_torch(dtype: str) -> None:
+    """For all bfloat16 up to 400, of both signs, which include all ties between 8-bit numbers."""
+    exact = np.arange(0x43C9, dtype=np.uint32) << 16
+    random = np.random.default_rng(1).normal(size=3000).astype(np.float32)
+    values = np.concatenate([exact.view(np.float32), random])
+    values = np.stack([values, -values])
+    converted = torch.from_numpy(values).to(TORCH[dtype])
+    size = converted.element_size()
+    expected = converted.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[size]).numpy()
+    for endianness, order in (("native", "<"), ("little", "<"), ("big", ">")):
+        body = NumbersBody.model_validate({"embed_dtype": dtype, "endianness": endianness})
+        written = np.frombuffer(body.written(values), f"{order}u{size}")
+        assert (written == expected.view(f"u{size}").ravel()).all()
+
+
+def test_larger_numbers_become_the_largest() -> None:
+    for dtype, largest in (("fp8_e4m3", 448.0), ("fp8_e5m2", 57344.0)):
+        body = NumbersBody.model_validate({"embed_dtype": dtype})
+        data = body.written(np.array([1e9, -1e9], np.float32))
+        numbers = torch.frombuffer(bytearray(data), dtype=TORCH[dtype]).float()
+        assert numbers.tolist() == [largest, -largest]
+
+
+def test_integers_have_a_scale_per_vector() -> None:
+    vectors = np.array([[0.6, -0.3, 0.0], [0.0, 0.0, 0.0], [-2.0, 1.0, 2.0]], np.float32)
+    expected = [[127, -64, 0], [0, 0, 0], [-127, 64, 127]]
+    assert INTEGERS["int8"](vectors).tolist() == expected
+    unsigned = INTEGERS["uint8"](vectors)
+    assert unsigned.dtype == np.uint8
+    assert unsigned.tolist() == [[number + 128 for number in row] for row in expected]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 
 from cloze.service.core import ServedRequest
@@ -16,18 +15,15 @@ from cloze.service.errors import Rejection
 from cloze.service.http.bytes_held import Hold
 from cloze.service.http.routes import RAW
 from cloze.service.protocols import protocol
-from cloze.service.tasks import TASKS
 from tests.support.refusals import error_of
 from tests.support.route_service import CLASSIFIER, EMBEDDER, Service
+from tests.support.task_model import EMBEDDING
 from tests.support.tensor_requests import binary, packed, sized, tensor
 
 RANKER = CLASSIFIER | {
     "name": "ranker",
     "heads": {"sequence_classification": {"labels": ["score"], "problem_type": "regression"}},
 }
-EMBEDDING = {
-    "dimensions": 4, "pooling": "mean", "normalize": True, "max_tokens": 10, "projected": False,
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -153,63 +149,6 @@ def test_a_full_queue_is_a_rejection(alone: Service) -> None:
     assert alone.seen.error == "shutting_down"
 
 
-def test_vectors_in_the_format_that_is_accepted(service: Service) -> None:
-    body = {"inputs": ["the", "a"], "normalize": False}
-    response = service.post("/embed", body, accept=RAW)
-    assert np.frombuffer(response.content, "<f4").tolist() == [3, 0, 4, 0] * 2
-    assert response.headers["x-shape"] == "2,4"
-    response = service.post("/embed_all", body, accept=RAW)
-    assert (response.headers["x-lengths"], response.headers["x-shape"]) == ("3,3", "6,4")
-    labels = service.post("/classify", {"inputs": "a"}, accept=f"{RAW}; dtype=int4")
-    assert labels.status_code == 200, "only vectors have a dtype"
-
-
-def dispatched(service: Service, inputs: Any, **fields: Any) -> set[str]:
-    """Return the keys that the result of a task has at its beginning."""
-    result = ok(service.post("/", {"inputs": inputs} | fields))
-    while isinstance(result, list):
-        result = result[0]
-    return set(result) if isinstance(result, dict) else {type(result).__name__}
-
-
-def test_what_is_served_chooses_between_tasks_with_equal_bodies(tmp_path: Path) -> None:
-    with Service(tmp_path, [CLASSIFIER]) as one:
-        assert dispatched(one, "a", parameters={}) == {"label", "score"}
-        assert error_of(one.post("/", {"inputs": "[MASK]"})) == (424, "task_not_supported")
-    with Service(tmp_path, [EMBEDDER]) as neither:
-        unclear = neither.post("/", {"inputs": "a", "parameters": {}})
-        assert error_of(unclear) == (422, "invalid_value")
-    offered = {"embed": TASKS["embed"], "qa": TASKS["qa"]}
-    with Service(tmp_path, tasks=offered) as few:
-        assert dispatched(few, "[MASK]") == {"float"}, "nobody offers fill-mask"
-        assert error_of(few.post("/", {"inputs": {"next": "a"}})) == (422, "invalid_value")
-        assert dispatched(few, {"question": "a", "context": "b"}) >= {"answer"}
-        assert few.post("/predict", {"inputs": "a"}).status_code == 404
-        assert few.post("/decode", {"ids": [5]}).status_code == 200
-    with Service(tmp_path, tasks={"fill-mask": TASKS["fill-mask"]}) as masks:
-        assert error_of(masks.post("/", {"inputs": "a"})) == (424, "task_not_supported")
-
-
-def test_rerank_needs_both_of_its_tasks(tmp_path: Path) -> None:
-    with Service(tmp_path, tasks={"text-classification": TASKS["text-classification"]}) as made:
-        assert made.post("/rerank", {"query": "a", "texts": ["b"]}).status_code == 404
-        assert made.post("/predict", {"inputs": "a"}).status_code == 200
-
-
-@pytest.mark.parametrize("path", ["/predict", "/classify", "/embed", "/embed_all", "/embed_sparse"])
-def test_the_end_that_is_cut(service: Service, path: str) -> None:
-    """The engine fails on the first word unless it is cut."""
-
-    def ask(**parameters: Any) -> httpx.Response:
-        given = {"parameters": parameters} if path == "/classify" else parameters
-        return service.post(path, {"inputs": "war a b c d e f g h i j k"} | given)
-
-    assert ask().status_code == 500
-    assert ask(truncation_direction="left").status_code == 200
-    assert ask(truncation_direction="right").status_code == 500
-    assert error_of(ask(truncate=False)) == (422, "text_too_long")
-
-
 def test_which_models_may_answer_a_route(tmp_path: Path) -> None:
     """The gate refuses requests while all of them are full; the first one is the default's."""
     masks = {"name": "masks", "tasks": ("fill-mask",), "embedding": None, "heads": {}}
@@ -313,29 +252,11 @@ def test_bytes_in_and_out(service: Service) -> None:
     )
 
 
-def test_what_other_clients_send_is_read_or_named(service: Service) -> None:
-    """KServe's name of the model, Triton's parameters, and MLServer's codecs and nulls."""
-    typed = (("str", ["the"]), ("np", ["the"]), ("base64", ["dGhl"]), ("hg_json", ['["the"]']),
-             ("hg_jsonlist", ['"the"']), ("json", ['"the"']), (None, ["the"]))  # fmt: skip
-    for kind, data in typed:
-        sent = tensor("text", *data, parameters=kind and {"content_type": kind})
-        response = infer(service, "tiny.embed", sent, model_name="tiny.embed", outputs=None)
-        assert ok(response)["outputs"][0]["data"] == pytest.approx([0.6, 0, 0.8, 0]), kind
-        assert "x-warning" not in response.headers
-    several = tensor("text", '["the", "a b"]', parameters={"content_type": "hg_json"})
-    assert ok(infer(service, "tiny.embed", several))["outputs"][0]["shape"] == [2, 4]
-    sent = tensor("text", "a", parameters={"test": 1}, more=2)
-    parameters = {"priority": 1, "sequence_id": 7, "normalize": False, "timeout": 20_000_000}
-    fields = asked("embedding", content_type="np") | {"parameters": parameters, "model_name": "x"}
-    response = infer(service, "tiny.embed", sent, **fields)
-    assert ok(response)["outputs"][0]["data"] == [3, 0, 4, 0]
+def test_the_time_limit_of_triton_is_that_of_a_request(service: Service) -> None:
+    text = tensor("text", "a")
+    ok(infer(service, "tiny.embed", text, parameters={"timeout": 20_000_000}))
     assert service.seen.limit_s == 20
-    assert response.headers["x-warning"] == (
-        "ignored unknown fields: model_name, unlike the path's, inputs.more, "
-        "inputs.parameters.test, outputs.parameters.content_type, parameters.priority, "
-        "parameters.sequence_id"
-    )
-    late = infer(service, "tiny.embed", tensor("text", "a"), parameters={"timeout": 1})
+    late = infer(service, "tiny.embed", text, parameters={"timeout": 1})
     assert late.status_code in (429, 503, 504)
 
 

@@ -23,6 +23,7 @@ from cloze.model_store.heads import ArrayResult
 from cloze.service.tasks import TASKS
 from tests.support.refusals import check_shape, check_table
 from tests.support.route_service import CLASSIFIER, EMBEDDER, HandEngine, OneLabel, Service
+from tests.support.task_model import EMBEDDING
 from tests.support.tensor_requests import binary, packed, sized, tensor
 
 NAMES = {"binary": binary, "packed": packed, "sized": sized, "tensor": tensor}
@@ -47,20 +48,22 @@ def ranker(*labels: str, **section: Any) -> dict[str, Any]:
     return {"name": "rank", "tasks": ("text-classification",), "embedding": None, "heads": heads}
 
 
-EMBEDDING = {
-    "dimensions": 4, "pooling": "mean", "normalize": True, "max_tokens": 10, "projected": False,
-}  # fmt: skip
 MASKS = {"name": "masks", "tasks": ("fill-mask",), "embedding": None, "heads": {}}
 PROMPTS = EMBEDDING | {"prompts": {"query": "who of", "passage": ""}}
 CLS = {"name": "cls", "embedding": EMBEDDING | {"pooling": "cls"}}
 SERVICES: dict[str, tuple[Sequence[dict[str, Any]], HandEngine | None, dict[str, Any]]] = {
     "tiny": (({}, EMBEDDER, {"version": 2}), None, {"aliases": ALIASES}),
     "ranks": (({}, ranker("relevance")), OneLabel(), {}),
+    "ranks raw": (({}, ranker("relevance", raw_scores=True)), OneLabel(), {}),
     "two labels": (({}, ranker("no", "yes", reranks=True)), TwoLabels(), {}),
     "classes": (({}, ranker("no", "yes")), TwoLabels(), {}),
     "poolings": (({"embedding": PROMPTS}, CLS), None, {}),
     "classifies": ((EMBEDDER, CLASSIFIER), None, {}),
     "masks first": ((MASKS, {}), None, {}),
+    "only classifies": ((CLASSIFIER,), None, {}),
+    "only embeds": ((EMBEDDER,), None, {}),
+    "few tasks": (({},), None, {"tasks": {name: TASKS[name] for name in ("embed", "qa")}}),
+    "only labels": (({},), None, {"tasks": {"text-classification": TASKS["text-classification"]}}),
     "only masks": ((MASKS, {}), None, {"tasks": {"fill-mask": TASKS["fill-mask"]}}),
 }
 """Names of services: their models, the engine of the second model, and options."""

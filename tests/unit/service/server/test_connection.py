@@ -313,16 +313,6 @@ def reasons(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     ]
 
 
-async def test_a_connection_without_a_request_ends(reasons: Callable[[], list[str]]) -> None:
-    silent = World().connect()
-    await asyncio.sleep(59.9)
-    assert not silent.is_closing()
-    await asyncio.sleep(1)
-    assert silent.closed_at == pytest.approx(60.0)
-    assert silent.calls == ["close"]
-    assert reasons() == ["it sent no request in time"]
-
-
 async def test_the_time_without_a_request_begins_with_the_last_answer() -> None:
     world = World()
     transport = world.connect()
@@ -368,15 +358,19 @@ async def test_a_connection_that_sends_headers_makes_room_for_a_new_one() -> Non
     assert second.is_closing()
 
 
-async def test_bytes_that_are_no_request_do_not_keep_a_connection() -> None:
-    fresh, used = World().connect(), World().connect()
+async def test_a_connection_without_a_request_ends_whatever_else_it_sends(
+    reasons: Callable[[], list[str]],
+) -> None:
+    silent, fresh, used = World().connect(), World().connect(), World().connect()
     used.protocol.data_received(GET)
     for _ in range(7):
         await asyncio.sleep(9)
         for transport in (fresh, used):
             if not transport.is_closing():
                 transport.protocol.data_received(b"\r\n")
-    assert fresh.closed_at == used.closed_at == pytest.approx(60.0)
+    assert silent.closed_at == fresh.closed_at == used.closed_at == pytest.approx(60.0)
+    assert silent.calls == ["close"]
+    assert reasons() == ["it sent no request in time"] * 3
 
 
 async def test_a_body_that_ends_after_its_answer_leaves_the_connection_idle() -> None:
@@ -399,7 +393,6 @@ async def test_a_client_that_reads_nothing_of_an_answer_is_closed(
     reasons: Callable[[], list[str]],
 ) -> None:
     """Of any answer: here it is small, but there are others before it."""
-
     world = World()
     last = world.connect()
     last.unsent = 5_000
@@ -579,7 +572,6 @@ async def test_a_client_that_leaves_is_told_to_its_request(
     path: str, behind: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever else it has sent, and whatever the request answers then."""
-
     world, calls = World(), list[str]()
     transport = world.connect()
     transport.protocol.data_received(post(path) + behind)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from anyio import CancelScope
 
+from cloze.service.http.body import BodyLimits, load
 from cloze.service.tasks.answer_spans import QaOptions, Question, SpanMemory, best_answers
 from cloze.service.tasks.patterns import find
 from cloze.service.tasks.token_ids import DECODE, TOKENIZE, DecodeParameters, TokenizeParameters
@@ -32,6 +33,7 @@ QUESTION = Question("red", CONTEXT.tokenizer.spans("red"), 1, [(0, 1)], np.arang
         lambda: list(find("4111 1111 1111 1111", "CARD")),
         lambda: list(find("+49 30 123456", "PHONE")),
         lambda: list(find("no address", "EMAIL")),
+        lambda: load(b"[1, 2, 3]", BodyLimits(10**9, 10**9, 10**9), 3),
     ],
 )
 def test_work_whose_client_has_gone_ends(work: Callable[[], Any]) -> None:

@@ -75,53 +75,12 @@ def details_of(question: Question, logits: list[np.ndarray], options: QaOptions)
     return details
 
 
-def test_the_best_span_is_the_product_of_start_and_end() -> None:
-    logits = window(LOW, (5.0, -9.0), (-9.0, 4.0), LOW, LOW)
-    answer = only(best_answers(QUESTION, [logits], OPTIONS))
-    assert (answer.answer, answer.start, answer.end) == ("doors", 4, 9)
-    starts = np.exp([0, -9, 5, -9, -9, -9])
-    ends = np.exp([0, -9, -9, 4, -9, -9])
-    expected = starts[2] / starts.sum() * ends[3] / ends.sum()
-    assert answer.score == pytest.approx(expected, rel=1e-5)
-    for added in (200.0, -200.0):  # where exp would overflow
-        moved = only(best_answers(QUESTION, [logits + np.float32(added)], OPTIONS))
-        assert moved.score == pytest.approx(answer.score, rel=1e-3)
-
-
-def test_an_answer_has_at_most_so_many_tokens() -> None:
-    logits = window((5.0, -9.0), LOW, (-9.0, 3.0), (-9.0, 4.0), LOW)
-    for most, answer in ((3, "red doors"), (4, "red doors open")):
-        options = QaOptions(12, most, 4, align_to_words=False)
-        assert only(best_answers(QUESTION, [logits], options)).answer == answer
-
-
-def test_an_answer_ends_with_words_unless_asked_otherwise() -> None:
-    start_inside = window(LOW, LOW, (5.0, 5.0), LOW, LOW)
-    assert only(best_answers(QUESTION, [start_inside], OPTIONS)).answer == "doors"
-    end_inside = window(LOW, (5.0, 5.0), LOW, LOW, LOW)
-    assert only(best_answers(QUESTION, [end_inside], OPTIONS)).answer == "doors"
-    as_found = QaOptions(12, 3, 4, align_to_words=False)
-    assert only(best_answers(QUESTION, [end_inside], as_found)).answer == "door"
-
-
 def test_words_are_not_extended_beyond_their_window() -> None:
     question = asking(CONTEXT, SPANS, 3, [(0, 2), (2, 5)])
     first, second = window(LOW, (5.0, 5.0)), window(LOW, LOW, LOW)
     assert only(best_answers(question, [first, second], OPTIONS)).answer == "door"
     first, second = window(LOW, LOW), window((5.0, 5.0), LOW, LOW)
     assert only(best_answers(question, [first, second], OPTIONS)).answer == "s"
-
-
-def test_spans_of_one_text_add_their_scores() -> None:
-    options = QaOptions(12, 1, 4, top_k=5, align_to_words=False)
-    logits = window((1.0, 1.0), (1.2, 1.2), LOW, LOW, (1.0, 1.0), cls=(-9.0, -9.0))
-    answers = several(QUESTION, [logits], options)
-    assert (answers[0].answer, answers[0].start, answers[0].end) == ("red", 0, 3)
-    assert answers[1].answer == "door"
-    shares = np.exp([-9, 1, 1.2, -9, -9, 1])
-    shares /= shares.sum()
-    assert answers[0].score == pytest.approx(2 * shares[1] ** 2, rel=1e-4)
-    assert [a.score for a in answers] == sorted((a.score for a in answers), reverse=True)
 
 
 def test_the_answers_are_the_best_of_all_windows() -> None:
@@ -217,18 +176,6 @@ def test_twelve_spans_of_a_window_are_extended_to_words_for_one_answer() -> None
     assert answer.score == pytest.approx((shares[:12] ** 2).sum(), rel=1e-4)
     more = only(best_answers(question, [rows], QaOptions(20, 1, 4, top_k=2)))
     assert more.score == pytest.approx((shares**2).sum(), rel=1e-4)  # 14 spans
-
-
-def test_spans_without_probability_are_left_out() -> None:
-    """A client that asks for three answers reads a list, also if there is one answer."""
-    never = (-1000.0, -1000.0)
-    logits = window((0.0, 0.0), never, never, never, (0.0, -1000.0), cls=never)
-    options = QaOptions(12, 3, 4, top_k=5, align_to_words=False)
-    [answer] = several(QUESTION, [logits], options)
-    assert (answer.answer, answer.score) == ("red", 0.5)
-    assert best_answers(QUESTION, [logits], replace(options, top_k=1)) == answer
-    [answer] = several(QUESTION, [window(*[never] * 5)], options)
-    assert answer.score == 0, "a window has an answer"
 
 
 def test_only_the_answers_of_the_questions_before_are_kept() -> None:

@@ -12,7 +12,7 @@ from cloze.model_store import Bundle
 from cloze.model_store.heads import ArrayResult
 from cloze.service.tasks.task import TaskContext
 from cloze.service.text.tokenizer import Tokenizer
-from tests.support.task_model import CONTEXT, LIMITS, decoded, manifest, prepared
+from tests.support.task_model import LIMITS, decoded, manifest, prepared
 
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PIECES += ["\u2581the", "\u2581red", "s", "\u2581door", "-", "a", "\u2581a"]
@@ -68,39 +68,3 @@ def test_a_token_without_a_space_before_it_continues_a_word(marked: TaskContext)
     assert whole == [("PER", "red\N{SNOWMAN}", 4)]
     apart = groups("red \N{SNOWMAN}", [BEGIN, LOC], marked, "first")
     assert [end for _, _, end in apart] == [3, 5]
-
-
-def test_each_text_has_the_entities_of_its_windows() -> None:
-    texts = ["a b c d e f g h i j k l", "a"]
-    request = prepared("token-classification", texts, stride=2)
-    assert len(request.encodings) == 3
-    assert request.truncated == 0
-    rows = ([OUT] * 9 + [LOC], [OUT, LOC, OUT, BEGIN], [IN])
-    outputs = [
-        {"token_classification": ArrayResult(np.stack([OUT, *window, OUT]))} for window in rows
-    ]
-    first, second = decoded("token-classification", request, outputs)
-    assert [(e.entity_group, e.word) for e in first] == [("LOC", "j"), ("PER", "l")]
-    assert [(e.entity_group, e.word) for e in second] == [("PER", "a")]
-
-
-@pytest.mark.parametrize(
-    ("text", "first", "second", "places"),
-    [
-        ("a b c d e f g h i j k", [6, 7], [1, 2], [(12, 15)]),  # of equal length and score
-        ("a b c d e f g,h i j k", [6], [1], [(12, 13), (13, 14)]),  # they touch
-        ("a b c d e f g,h i j k", [6, 7], [1], [(12, 14)]),
-        ("a b c d e f g,h i j k", [6], [0, 1], [(12, 14)]),
-    ],
-)
-def test_which_entities_of_two_windows_stay(
-    text: str, first: list[int], second: list[int], places: list[tuple[int, int]]
-) -> None:
-    request = prepared("token-classification", text, CONTEXT, stride=4)
-    outputs = []
-    for encoding, found in zip(request.encodings, (first, second), strict=True):
-        rows = np.stack([OUT] * len(encoding))
-        rows[np.array(found) + 1] = LOC
-        outputs.append({"token_classification": ArrayResult(rows)})
-    [entities] = decoded("token-classification", request, outputs)
-    assert [(e.start, e.end) for e in entities] == places

@@ -1,94 +1,12 @@
-"""Redaction: where entities of windows and patterns overlap, what is refused, and what forms count."""
+"""Redaction: which forms of addresses and numbers count."""
 
-from typing import Any
-
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from phonenumbers import Leniency, PhoneNumberMatcher
 
-from cloze.model_store.heads import ArrayResult
 from cloze.service.tasks import patterns
 from cloze.service.tasks.patterns import Pattern, find
-from cloze.service.tasks.redact import Redaction
-from tests.support.task_model import LABELS, context, decoded, prepared
-
-OUTSIDE, PER, I_PER, LOC = range(len(LABELS))
-
-
-def tagged(tokens: int, labels: dict[int, int] | None = None, logit: float = 9) -> dict[str, Any]:
-    """Return the outputs of a window, of so many tokens with these labels."""
-    logits = np.zeros((1 + tokens + 1, len(LABELS)), np.float32)
-    logits[:, OUTSIDE] = 9
-    for token, label in (labels or {}).items():
-        logits[1 + token] = 0
-        logits[1 + token, label] = logit
-    return {"token_classification": ArrayResult(logits)}
-
-
-def redacted(text: str, *windows: dict[str, Any], **parameters: Any) -> Redaction:
-    request = prepared("redact", text, **parameters)
-    assert len(request.encodings) == len(windows)
-    [result] = decoded("redact", request, list(windows))
-    return result
-
-
-TEXT = "a b c d e f g h i j k l m n"
-"""A text of 14 tokens: two windows of 10 tokens and of 6, which share `i` and `j`."""
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "expected"),
-    [
-        ({7: PER, 8: I_PER}, {0: LOC}, "a b c d e f g <PER_1> j k l m n"),
-        ({8: LOC}, {0: PER, 1: I_PER}, "a b c d e f g h <PER_1> k l m n"),
-        ({8: LOC, 9: LOC}, {1: PER, 2: I_PER, 3: I_PER}, "a b c d e f g h <PER_1> m n"),
-        ({6: PER, 7: I_PER, 8: I_PER, 9: I_PER}, {0: LOC}, "a b c d e f <PER_1> k l m n"),
-    ],
-)
-def test_all_that_windows_find_is_replaced_with_the_longer_one_s_label(
-    first: dict[int, int], second: dict[int, int], expected: str
-) -> None:
-    result = redacted(TEXT, tagged(10, first), tagged(6, second, logit=5))
-    assert result.text == expected
-    [one] = result.replacements
-    assert TEXT[one.start : one.end] == one.text
-    assert result.text[one.redacted_start : one.redacted_end] == one.placeholder
-
-
-def test_of_equally_long_entities_the_likelier_has_the_label() -> None:
-    for logits, label in (((9, 5), "LOC"), ((5, 9), "PER")):
-        first, second = logits
-        windows = tagged(10, {8: LOC}, first), tagged(6, {0: PER}, second)
-        [one] = redacted(TEXT, *windows).replacements
-        assert one.label == label
-
-
-def test_neighbours_are_two_names() -> None:
-    assert redacted("a,b", tagged(3, {0: PER, 1: LOC})).text == "<PER_1><LOC_1>b"
-    windows = tagged(10, {8: LOC}), tagged(6, {1: PER})
-    result = redacted("a b c d e f g h i,k l m n", *windows)
-    assert result.text == "a b c d e f g h <LOC_1><PER_1>k l m n"
-
-
-@pytest.mark.parametrize("label", ["LOC", "loc", "a b"])
-def test_a_placeholder_that_the_text_has_is_not_given_again(label: str) -> None:
-    labels = {"labels": (*LABELS[:-1], label)}
-    described = {"token_classification": labels}
-    model = context(tasks=("token-classification",), embedding=None, heads=described)
-    request = prepared("redact", f"<{label}_1> b", model)
-    [encoding] = request.encodings
-    outputs = [tagged(len(encoding) - 2, {len(encoding) - 3: LOC})]
-    [result] = decoded("redact", request, outputs, model)
-    assert result.text == f"<{label}_1> <{label}_2>"
-
-
-def test_a_word_is_replaced_whole_by_its_first_token() -> None:
-    assert redacted("walked home", tagged(6, {0: PER})).text == "<PER_1> home"
-    even = tagged(1)
-    even["token_classification"].array[:] = [-200, 0, 0, -200]
-    assert redacted("a", even, min_score=0.5).text == "<PER_1>", "of the least score"
 
 
 @pytest.mark.parametrize(

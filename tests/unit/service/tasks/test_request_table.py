@@ -11,7 +11,6 @@ run this test with ``REWRITE_WORDING=1`` and read the difference.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -22,10 +21,10 @@ from cloze.service.tasks.token_ids import DECODE, TOKENIZE
 from tests.support.refusals import check_table
 from tests.support.task_model import (
     CONTEXT,
-    ID,
-    LABELS,
-    MASK,
+    EMBEDDING,
+    LATE,
     VOCABULARY,
+    classifier,
     context,
     manifest,
     tokens,
@@ -33,23 +32,9 @@ from tests.support.task_model import (
 
 ALL: dict[str, Task] = {**TASKS, "rerank": rerank.TASK, "tokenize": TOKENIZE, "decode": DECODE}
 
-EMBEDDING = {
-    "dimensions": 4, "pooling": "mean", "normalize": True, "max_tokens": 10, "projected": False,
-}  # fmt: skip
-LATE = {
-    "dimensions": 2, "query_marker": ID["?"], "document_marker": ID["!"], "query_tokens": 7,
-    "document_tokens": 8, "filling": MASK, "skipped_ids": [ID["."], ID[","]],
-}  # fmt: skip
-
 
 def without(task: str) -> list[str]:
     return [each for each in manifest().tasks if each != task]
-
-
-def classifier(*labels: str) -> dict[str, Any]:
-    """Return the heads of a model with these labels of texts."""
-    head = {"labels": labels, "problem_type": "single_label_classification"}
-    return {"sequence_classification": head, "token_classification": {"labels": LABELS}}
 
 
 MODELS = {

@@ -1,79 +1,82 @@
-"""What all tasks do with the texts of a request: names in errors, what was cut, what it costs."""
+"""What no table shows: no text, defaults of the model, sets of labels, means of products."""
+
+from typing import Any
 
 import numpy as np
 import pytest
 
-from cloze.model_store.heads import ArrayResult
-from cloze.model_store.heads.masked_lm import MaskedLMResult
-from cloze.service.tasks import TASKS
-from cloze.service.tasks.nsp import Candidates, Pair
+from cloze.model_store.heads.multi_vector import LateInteraction
+from cloze.model_store.heads.sequence_classification import SequenceLabels
+from cloze.service.errors import InvalidRequest
+from cloze.service.tasks import TASKS, late_interaction
+from cloze.service.tasks.qa import QaPair
 from cloze.service.tasks.similarity import SimilarityInputs
-from cloze.service.tasks.task import TextUsage
 from tests.support.refusals import refused
-from tests.support.task_model import ID, decoded, ids, prepared, tokens
-
-LONG = "a b c d e f g h i j k"  # 13 tokens; the model reads 12, embeddings read 10
-
-
-def compared(source: str, *sentences: str) -> SimilarityInputs:
-    return SimilarityInputs(source_sentence=source, sentences=list(sentences))
+from tests.support.task_model import classifier, context, limited, manifest, prepared
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_task_takes_an_empty_list_for_no_text(task: str) -> None:
     """Only the task says that a list is empty: validation accepts the list."""
-    inputs = compared("a") if task == "similarity" else []
-    place = "inputs.sentences" if task == "similarity" else "inputs"
+    inputs: Any = []
+    place = "inputs"
+    if task == "similarity":
+        inputs, place = SimilarityInputs(source_sentence="a", sentences=[]), "inputs.sentences"
     with refused("empty_input", at=place):
         prepared(task, inputs)
-
-
-def test_spans_of_a_text_that_is_cut() -> None:
-    request = prepared("embed", LONG, spans=[(0, 1)], return_usage=True)
-    assert (request.truncated, request.usage) == (1, [TextUsage(13, 10)])
-    kept = prepared("embed", LONG, spans=[(20, 21)], truncation_direction="left", normalize=False)
-    rows = np.arange(10, dtype=np.float32)[:, None]
-    [vector] = decoded("embed", kept, [{"token_embedding": ArrayResult(rows)}])
-    assert vector.tolist() == [8]
-
-
-def test_each_pair_has_its_texts_even_if_they_repeat() -> None:
-    pairs = [Pair(text="a", next="b"), Pair(text="a", next="c"), Pair(text="b", next="a")]
-    request = prepared("nsp", pairs)
-    assert tokens(request) == [f"[CLS] {one.text} [SEP] {one.next} [SEP]" for one in pairs]
-    rows = ([1, 0], [0, 1], [3, 0])
-    outputs = [{"next_sentence": ArrayResult(np.array(r, np.float32))} for r in rows]
-    scores = [labels[0].score > 0.5 for labels in decoded("nsp", request, outputs)]
-    assert scores == [True, False, True]
-    request = prepared("nsp", Candidates(text="a", candidates=["b", "c"]))
-    outputs = [{"next_sentence": ArrayResult(np.zeros(2, np.float32))}] * 2
-    assert [one.index for one in decoded("nsp", request, outputs)] == [0, 1], "of equal score"
-
-
-@pytest.mark.parametrize("targets_as", ["tokens", "words"])
-def test_targets_of_equal_score_keep_their_order(targets_as: str) -> None:
-    targets = ["sun", "a", "red"]
-    request = prepared("fill-mask", "[MASK]", targets=targets, targets_as=targets_as)
-    nothing = np.zeros((1, 0), np.float32)
-    logits = np.zeros((1, 3 // len(request.encodings)), np.float32)
-    result = MaskedLMResult(nothing, nothing.astype(int), np.ones(1, np.float32), logits)
-    outputs = [{"masked_lm": result}] * len(request.encodings)
-    assert [p.token_str for p in decoded("fill-mask", request, outputs)[0]] == targets
-
-
-def test_each_original_belongs_to_its_text() -> None:
-    request = prepared("fill-mask", ["a [MASK]", "b [MASK]"], original=["sun", "moon"], top_k=1)
-    whole = np.zeros((1, len(ID)), np.float32)
-    whole[0, ids("sun moon")] = [3, 2]
-    result = MaskedLMResult(
-        np.full((1, 1), 3, np.float32), np.array([ids("sun")]), np.full(1, 4, np.float32), whole
-    )
-    first, second = decoded("fill-mask", request, [{"masked_lm": result}] * 2)
-    assert (first.original.token_str, first.original.rank) == ("sun", 1)
-    assert (second.original.token_str, second.original.rank) == ("moon", 2)
-    assert second.predictions[0].sequence == "b sun"
 
 
 def test_parameters_that_are_left_out_have_no_value() -> None:
     for name, task in TASKS.items():
         assert set(task.parameters().model_dump().values()) <= {None}, name
+
+
+def test_defaults_of_answers_are_those_of_the_pipeline_within_the_model() -> None:
+    def options(*model: Any) -> Any:
+        return prepared("qa", QaPair(question="who is", context="a"), *model).state[1]
+
+    own = options()
+    assert (own.max_answer_len, own.max_seq_len, own.max_question_len) == (12, 12, 12)
+    limits = limited(max_tokens=500).limits
+    wide = options(context(limits, architecture=manifest().architecture.model_dump()))
+    assert (wide.max_answer_len, wide.max_seq_len, wide.max_question_len) == (15, 384, 64)
+    assert (wide.top_k, wide.doc_stride, wide.align_to_words) == (1, None, True)
+    assert (wide.handle_impossible_answer, wide.details) == (False, False)
+
+
+def test_scores_of_late_interaction_are_averaged_if_the_model_says_so() -> None:
+    query = np.array([[1, 0], [0, 1]], np.float32)
+    documents = [query, -query, query[:0]]
+    options = LateInteraction(dimensions=2, query_tokens=8, document_tokens=8)
+    assert late_interaction.scores(query, documents, options) == [2, 0, 0]
+    averaged = options.model_copy(update={"averages": True})
+    assert late_interaction.scores(query, documents, averaged) == [1, 0, 0]
+
+
+NLI = {"labels": ("contradiction", "entailment"), "problem_type": "single_label_classification"}
+TWO_SETS = {
+    "name": "mood",
+    "labels": ("bad", "good", "so"),
+    "problem_type": "multi_label_classification",
+    "further": [NLI | {"name": "inference"}],
+}
+
+
+def test_thousands_of_label_sets_cost_little() -> None:
+    """An error names the first of them, and choosing one looks at each set once."""
+    further = [NLI | {"name": f"set-{number}"} for number in range(3000)]
+    sets = {"sequence_classification": NLI | {"name": "first", "further": further}}
+    with_sets = context(heads=classifier() | sets)
+    request = prepared("text-classification", "a", with_sets, label_set="set-2999")
+    assert request.state.logits == slice(6000, 6002)
+    with pytest.raises(InvalidRequest) as raised:
+        prepared("text-classification", "a", with_sets, label_set="other")
+    assert len(str(raised.value)) < 400
+
+
+def test_label_sets_have_names_that_differ_and_are_calibrated_by_name() -> None:
+    with pytest.raises(ValueError, match="names that differ"):
+        SequenceLabels.model_validate(TWO_SETS | {"name": "inference"})
+    sets = SequenceLabels.model_validate(TWO_SETS)
+    for name, expected in (("mood", [2.0, None]), ("inference", [None, 2.0])):
+        assert [one.temperature for one in sets.calibrated(name, 2.0).sets] == expected

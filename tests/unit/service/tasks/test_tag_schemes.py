@@ -69,18 +69,6 @@ def test_tags_that_mark_ends_are_joined(tags: str, strategy: str) -> None:
         assert all("a b c d"[each.start : each.end] == each.word for each in found)
 
 
-def test_tokens_keep_their_labels_without_a_strategy() -> None:
-    found = entities(BIOES, "B-PER E-PER S-LOC O", aggregation_strategy="none")
-    assert [each.entity for each in found] == ["B-PER", "E-PER", "S-LOC"]
-
-
-def test_names_are_redacted_one_by_one() -> None:
-    served = model(BIOES)
-    request = prepared("redact", "a b c d", served, labels=["PER"])
-    [result] = decoded("redact", request, outputs(BIOES, "B-PER E-PER S-PER S-LOC"), served)
-    assert result.text == "<PER_1> <PER_2> d"
-
-
 @pytest.mark.parametrize(
     ("labels", "scheme"),
     [
@@ -101,12 +89,6 @@ def test_names_are_redacted_one_by_one() -> None:
 def test_a_scheme_is_found_in_the_labels(labels: tuple[str, ...], scheme: str | None) -> None:
     assert tag_scheme(labels) == scheme
     assert (as_iob2(labels, labels) == labels) == (scheme is None)
-
-
-def test_other_labels_are_joined_as_before() -> None:
-    labels = ("O", "B-PER", "I-PER", "E-MAIL", "S-BAHN")
-    found = entities(labels, "B-PER I-PER E-MAIL E-MAIL")
-    assert [(each.entity_group, each.word) for each in found] == [("PER", "a b"), ("MAIL", "c d")]
 
 
 def test_info_names_the_scheme(tmp_path: Path) -> None:

@@ -23,12 +23,6 @@ def divided(tokens: int, room: int, stride: int | None) -> list[tuple[int, int]]
     return divider("window", stride=stride).divide(INPUTS, tokens, 12 - room)
 
 
-def test_the_stride_is_that_of_the_rule_or_a_quarter() -> None:
-    assert divider("window").divide(INPUTS, 25) == [(0, 10), (8, 18), (16, 25)]
-    assert divider("window", stride=0).divide(INPUTS, 25) == [(0, 10), (10, 20), (20, 25)]
-    assert divided(10, 4, 1) == [(0, 4), (3, 7), (6, 10)]
-
-
 @settings(deadline=None)
 @given(st.integers(0, 60), st.integers(1, 12), st.data())
 def test_windows_are_as_many_as_the_text_needs(tokens: int, size: int, data: st.DataObject) -> None:
@@ -70,15 +64,6 @@ def test_a_cut_text_has_one_end_of_its_tokens() -> None:
     assert by_request.divide(INPUTS, 11) == [(0, 10)]
 
 
-def test_a_refusal_names_the_tokens_the_limit_and_the_parameter() -> None:
-    with refused("text_too_long", 14, 12, at="inputs"):
-        divider("error").divide(INPUTS, 11, around=3)
-    with refused("text_too_long", 5, 4, at="inputs"):
-        LongTextRule("error").check(INPUTS, 5, 4, "max_question_len is")
-    LongTextRule("error").check(INPUTS, 4, 4)
-    LongTextRule("truncate").check(INPUTS, 5, 4)
-
-
 @settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 12), st.data())
 def test_a_part_has_its_middle_and_as_many_tokens_as_fit(
@@ -89,9 +74,3 @@ def test_a_part_has_its_middle_and_as_many_tokens_as_fit(
     assert 0 <= first <= middle < end <= tokens
     assert end - first == min(room, tokens)
     assert first in (0, tokens - room, middle - room // 2)
-
-
-def test_characters_of_windows() -> None:
-    spans = CONTEXT.tokenizer.spans("red a doors")
-    assert spans.offsets() == [(0, 3), (4, 5), (6, 10), (10, 11)]
-    assert spans.characters([(0, 2), (1, 3)]) == [(0, 5), (4, 10)]

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from cloze.service.service import single_process
 from cloze.service.settings import load_settings
-from tests.support.route_service import EMBEDDER, MAX_TEXTS, Service
+from tests.support.route_service import EMBEDDER, Service
 
 PREDICT = "/v1/models/tiny:predict"
 PAIR = {"question": "the", "context": "of"}
@@ -67,14 +67,3 @@ def test_each_instance_does_not_read_all_parameters(tiny_store: Path) -> None:
         spent = time.process_time() - started
     assert response.json()["error"].startswith("instances[2000] is a number")
     assert spent < 1
-
-
-def test_errors_of_a_model_are_those_of_kserve(service: Service) -> None:
-    assert "message" in service.get("/v1/models/nobody").json()["error"], "OpenAI's shape"
-    assert len(service.post(f"/v1/models/{'a' * 3000}", {}).content) < 500
-    model = service.get("/v1/models/tiny").json()
-    assert model.items() >= {"name": "tiny", "ready": True, "object": "model"}.items()
-    service.state.draining = True
-    assert service.get("/v1/models/tiny").status_code == 503
-    service.state.draining = False
-    assert MAX_TEXTS == 3

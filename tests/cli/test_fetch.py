@@ -21,8 +21,6 @@ from tests.support.fake_hub import COMMIT, FakeHub, running_hub
 from tests.support.object_store import ObjectStore, running_object_store
 from tests.support.serving import running_server
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture
 def hub(checkpoints: dict[str, Path]) -> Iterator[FakeHub]:

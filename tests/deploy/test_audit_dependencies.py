@@ -4,7 +4,6 @@ import json
 import os
 import runpy
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.command import call
 
 ROOT = Path(__file__).parents[2]
 CLEAN, VULNERABLE, FAILED, UNREACHABLE = range(4)
@@ -65,11 +66,14 @@ def pins(tmp_path: Path) -> Path:
 
 def audit(url: str, *arguments: str) -> tuple[int, list[str]]:
     """Return the exit code and the lines of an audit."""
-    done = subprocess.run(
-        [sys.executable, "scripts/audit-dependencies", "--service-url", url, *arguments],
+    done = call(
+        sys.executable,
+        "scripts/audit-dependencies",
+        "--service-url",
+        url,
+        *arguments,
+        check=False,
         cwd=ROOT,
-        capture_output=True,
-        text=True,
         env={**os.environ, "no_proxy": "127.0.0.1"},
     )
     assert not done.stderr, done.stderr

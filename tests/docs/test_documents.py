@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.command import call
 from tests.support.documents import DOCUMENTS, ROOT, Block, blocks
 from tests.support.serving import Server, bare_environment
 from tests.support.waiting import wait_until
@@ -118,15 +119,9 @@ def test_the_first_pages_run_from_a_fresh_clone(
                     stop(server)
                     server = start(command, clone, environment)
                     continue
-                done = subprocess.run(
-                    ["bash", "-c", command.replace("curl ", "curl -sf ")],
-                    cwd=clone,
-                    env=environment,
-                    capture_output=True,
-                    text=True,
-                    check=False,
+                call(
+                    "bash", "-c", command.replace("curl ", "curl -sf "), cwd=clone, env=environment
                 )
-                assert done.returncode == 0, f"{command}\n{done.stderr}"
     finally:
         stop(server)
 

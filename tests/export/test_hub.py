@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cloze.model_store import Store
+from tests.support.command import call
 from tests.support.fake_hub import COMMIT, FakeHub, running_hub
 from tests.support.serving import bare_environment
 
@@ -33,10 +34,10 @@ def python(
     endpoint: str, tmp_path: Path, *arguments: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     own = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_DISABLE_XET": "1"}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
+    return call(
+        sys.executable,
+        *arguments,
+        check=False,
         timeout=120,
         env=bare_environment(**own) | environment,
     )

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from cloze.service.models import served_models
 from cloze.service.models.served_models import check_memory
 from cloze.service.server.startup import memory_problem
 from cloze.service.settings import Settings
+from tests.support.command import call
 from tests.support.serving import bare_environment
 
 
@@ -60,11 +60,10 @@ def test_only_the_weights_of_the_graph_that_runs_count(
 def test_a_limit_of_the_address_space_ends_with_a_line(tiny_store: Path, kilobytes: int) -> None:
     """Whatever fails first: an allocation of Python's, one of onnxruntime's, or a thread."""
     serve = f"{sys.executable} -m cloze serve --port 0 --workers 8 --model-store {tiny_store}"
-    limited = subprocess.run(
-        ["bash", "-c", f"ulimit -v {kilobytes}; exec {serve}"],
-        env=bare_environment(PYTHONPATH=os.environ.get("PYTHONPATH", "")),
-        capture_output=True, text=True, check=False, timeout=60,
-    )  # fmt: skip
+    env = bare_environment(PYTHONPATH=os.environ.get("PYTHONPATH", ""))
+    limited = call(
+        "bash", "-c", f"ulimit -v {kilobytes}; exec {serve}", check=False, env=env, timeout=60
+    )
     assert limited.returncode == 2, limited.stderr
     assert "Traceback" not in limited.stderr
     last = limited.stderr.splitlines()[-1]

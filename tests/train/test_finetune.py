@@ -6,7 +6,6 @@ The oracles are transformers and peft, which read what a run leaves, and torchru
 import json
 import random
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -35,6 +34,7 @@ from cloze.export.train.run_options import RunOptions, Schedule
 from cloze.model_store import Store
 from cloze.model_store.heads.sequence_classification import SequenceLabels
 from tests.support import fine_tuning
+from tests.support.command import call
 from tests.support.family_checkpoints import WITHOUT_QUESTIONS, ids_of, ours, same, theirs
 from tests.support.fine_tuning import LORA, check_refused, held_out, invoke, save_source
 from tests.support.training import ACTS, PEOPLE, PLACES, write_questions
@@ -340,8 +340,7 @@ def test_two_processes_learn_as_one_with_twice_the_batches(bert: Path, tmp_path:
         arguments = ["train", "finetune-classify", bert, "--labelled", data, "--recipe", recipe]
         arguments += ["--out", tmp_path / name, "--threads", "1", "--device", "cpu"]
         command = [*start, "cloze", *map(str, arguments)]
-        ran = subprocess.run(command, capture_output=True, text=True)
-        assert ran.returncode == 0, ran.stderr
+        ran = call(*command)
         assert ran.stdout.count("curves in") == 1
     folders = [tmp_path / name for name in ("one", "two")]
     one, two = (load_file(each / "checkpoint/model.safetensors") for each in folders)
@@ -432,7 +431,7 @@ def test_files_of_rows_are_read_before_torch_is_imported(tmp_path: Path) -> None
     file = write_rows(tmp_path / "data.jsonl", BAD_ROWS[0][0])
     given = ["finetune-classify", "./nothing", "--labelled", file, "--out", tmp_path / "run"]
     command = [sys.executable, "-c", hidden, "train", *map(str, given)]
-    ran = subprocess.run(command, capture_output=True, text=True)
+    ran = call(*command, check=False)
     assert ran.stderr.startswith(f"cloze: {file}, line 21: needs either ")
     assert not (tmp_path / "run").exists()
 

@@ -44,7 +44,6 @@ dropout = 0.1
 """
 LONG = RECIPE.replace("steps = 10", "steps = 300")
 SINGLE = RECIPE.replace('"nsp"', '"none"')
-ORDER = RECIPE.replace('"nsp"', '"sop"')
 FURTHER = RECIPE.partition("[model]")[0].replace("vocabulary = {size = 120}", "")
 QUESTIONS_RECIPE = "epochs = 1\nsequences = 4\ntokens = 32\nstride = 4\nquestion_tokens = 8\n"
 EMBED_RECIPE = "epochs = 1\nsequences = 4\ntokens = 16\n"
@@ -118,7 +117,6 @@ def state(folder: Path) -> dict[str, object]:
 
 
 ALONE = "next-sentence prediction needs at least 2 documents"
-UNKNOWN = "the vocabulary has no word of the text"
 PACKED = lzma.compress(LINE.encode() * 999)
 ALL_HELD_OUT = SINGLE.replace("held_out = 0.1", "held_out = 0.999999")
 BAD_TEXTS = [

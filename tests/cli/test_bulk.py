@@ -28,6 +28,7 @@ from cloze.export.publish import export
 from cloze.model_store import Store
 from tests.support import tiny
 from tests.support.bulk_runs import bulk, numbered, read, write
+from tests.support.faulty import assert_close
 from tests.support.serving import Server, bare_environment, running_server
 from tests.support.waiting import wait_until
 
@@ -79,22 +80,6 @@ def test_every_row_comes_back_once_and_in_order(
     assert all(row["tokens"] > 2 and not row["truncated"] for row in results)
     if output_format == "parquet":  # as one table, without the names that begin with "_"
         assert pq.read_table(output).num_rows == 50
-
-
-def test_the_default_format_and_an_id_column_and_a_prefix(store: Path, tmp_path: Path) -> None:
-    source = write(
-        tmp_path / "in.jsonl", [{"k": 1, "body": "the king", "tokens": [1, {"a": None}]}]
-    )
-    done = bulk(store, "embed", source, "--output", tmp_path / "a", "--text-column", "body")
-    assert done.exit_code == 1
-    assert "the input has a column 'tokens', as the results have; give --prefix" in done.stderr
-    common = (store, "embed", source, "--text-column", "body", "--dimensions", 3)
-    assert bulk(*common, "--output", tmp_path / "b", "--id-column", "k").exit_code == 0
-    assert [*read(tmp_path / "b")[0]] == ["k", "embedding", "tokens", "truncated", "error"]
-    assert bulk(*common, "--output", tmp_path / "c", "--prefix", "my_").exit_code == 0
-    [row] = read(tmp_path / "c")
-    assert row["tokens"] == [1, {"a": None}]
-    assert len(row["my_embedding"]) == 3
 
 
 CELL = st.text(
@@ -175,44 +160,6 @@ def test_the_answers_are_the_server_s(store: Path, server: Server, tmp_path: Pat
     assert_close(
         [row["answers"] for row in read(tmp_path / "q")], asked(server, "/qa", pairs, top_k=3)
     )
-
-
-def assert_close(answers: Any, expected: Any) -> None:
-    """Compare nested answers; numbers may differ by rounding."""
-    assert type(answers) is type(expected)
-    if isinstance(expected, dict):
-        assert answers.keys() == expected.keys()
-        for key in expected:
-            assert_close(answers[key], expected[key])
-    elif isinstance(expected, list):
-        assert len(answers) == len(expected)
-        for answer, other in zip(answers, expected, strict=True):
-            assert_close(answer, other)
-    elif isinstance(expected, float):
-        assert answers == pytest.approx(expected, abs=1e-5)
-    else:
-        assert answers == expected
-
-
-def test_long_texts_are_cut_divided_or_refused(store: Path, tmp_path: Path) -> None:
-    rows = [{"text": "the king " * 200}, {"text": "the king"}]
-    source = write(tmp_path / "in.jsonl", rows)
-    common = (store, "embed", source, "--json", "--output")
-    cut = bulk(*common, tmp_path / "cut")
-    assert (cut.exit_code, json.loads(cut.stdout)["truncated"]) == (0, 1)
-    assert [(row["tokens"], row["truncated"]) for row in read(tmp_path / "cut")] == [
-        (160, True),
-        (4, False),
-    ]
-    divided = bulk(*common, tmp_path / "divided", "--long-text", "window")
-    assert (divided.exit_code, json.loads(divided.stdout)["truncated"]) == (0, 0)
-    assert read(tmp_path / "divided")[0]["tokens"] == 402
-    refused = bulk(*common, tmp_path / "refused", "--long-text", "error")
-    assert (refused.exit_code, json.loads(refused.stdout)["errors"]) == (3, 1)
-    long, short = read(tmp_path / "refused")
-    assert long["error"] == "text has 402 tokens; the model reads 160, and long_text is error"
-    assert long["embedding"] is long["tokens"] is long["truncated"] is None
-    assert short["error"] is None
 
 
 def stamps(folder: Path) -> dict[str, tuple[int, int]]:

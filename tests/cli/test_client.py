@@ -53,18 +53,6 @@ async def test_the_asynchronous_client_gives_the_same(server: Server, client: Cl
             await other.embed(["a", "b", "c", "", "e", "f"])
 
 
-def test_refusals_are_told(client: Client) -> None:
-    for status, call in (
-        (404, lambda: client.embed("a", model="nobody")),
-        (422, lambda: client.fill_mask("no mask")),
-        (424, lambda: client.classify("a")),
-    ):
-        with pytest.raises(RequestRefused) as caught:
-            call()
-        assert caught.value.status == status
-        assert caught.value.request_id
-
-
 @pytest.mark.parametrize(
     ("arguments", "columns"),
     [

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.faulty import assert_close
 from tests.support.serving import Server
 
 ROOT = Path(__file__).parents[2]
@@ -15,23 +16,6 @@ TEXT = "".join((ROOT / page).read_text() for page in ("README.md", "docs/start.m
 EXAMPLES = re.findall(
     r"^    curl localhost:8000(/\S+) -d '(.*)'\n\n((?:    .*\n)+)", TEXT, re.MULTILINE
 )
-
-
-def assert_alike(actual: Any, expected: Any) -> None:
-    """Equal in shape, order, texts and ids; numbers to 1e-4."""
-    if isinstance(expected, list):
-        assert isinstance(actual, list)
-        assert len(actual) == len(expected)
-        for one, other in zip(actual, expected, strict=True):
-            assert_alike(one, other)
-    elif isinstance(expected, dict):
-        assert actual.keys() == expected.keys()
-        for key in expected:
-            assert_alike(actual[key], expected[key])
-    elif isinstance(expected, float):
-        assert actual == pytest.approx(expected, abs=1e-4)
-    else:
-        assert actual == expected
 
 
 @pytest.mark.parametrize(
@@ -45,7 +29,7 @@ def test_the_answers(default_server: Server, route: str, body: str, answer: str)
         actual = [*actual[0][:3], actual[0][-1]]
     else:
         expected = json.loads(answer)
-    assert_alike(actual, expected)
+    assert_close(actual, expected, 1e-4)
 
 
 def test_every_command_that_they_name_exists() -> None:

@@ -35,7 +35,7 @@ from cloze.model_store import Store
 from cloze.model_store.heads.sequence_classification import SequenceLabels
 from tests.support import fine_tuning
 from tests.support.command import call
-from tests.support.family_checkpoints import WITHOUT_QUESTIONS, ids_of, ours, same, theirs
+from tests.support.family_checkpoints import ids_of, ours, same, theirs
 from tests.support.fine_tuning import LORA, check_refused, held_out, invoke, save_source
 from tests.support.training import ACTS, PEOPLE, PLACES, write_questions
 
@@ -182,22 +182,6 @@ def test_a_command_learns(name: str, family: str, tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(trained)(text).input_ids == tokenizer.encode(text).ids
     again = ["evaluate", trained, case.option, next(tmp_path.glob("data.*")), "--json"]
     assert case.figure in invoke(*again).output
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", [*FAMILIES, "modernbert of the mean"])
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_family_learns(name: str, family: str, tmp_path: Path) -> None:
-    """Each family's own class of transformers is trained, and the export computes the same."""
-    if name == "answers" and family in WITHOUT_QUESTIONS:
-        return
-    family, _, pooling = family.partition(" of the ")
-    case, settings = CASES[name], {"classifier_pooling": pooling} if pooling else {}
-    source = save_source(family, tmp_path / "source", **settings)
-    trained = run(name, source, tmp_path, recipe=one_epoch(name))
-    network = case.kind.from_pretrained(trained, attn_implementation="eager")
-    assert network.config.to_dict().items() >= settings.items()
-    check_equal(trained, case.head, network)
 
 
 def test_several_tasks_share_an_encoder_and_a_bundle(bert: Path, tmp_path: Path) -> None:

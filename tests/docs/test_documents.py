@@ -62,7 +62,7 @@ def test_every_link_leads_to_a_file_and_a_heading() -> None:
 
 @pytest.mark.parametrize("block", CALLS, ids=named)
 def test_a_call_gets_its_answer(every_task: Server, block: Block, tmp_path: Path) -> None:
-    """The models are small and random, so test_readme compares answers."""
+    """The models are small and random, so test_examples compares answers."""
     server = every_task.url.removeprefix("http://")
     for command in commands(block.text):
         curl = command.replace("curl localhost:8000", f"curl -s -w '\\n%{{http_code}}' {server}")

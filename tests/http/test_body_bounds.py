@@ -173,7 +173,20 @@ def test_a_body_costs_no_more_than_its_bytes(server: Server) -> None:
     assert not {name: spent for name, spent in costs.items() if not spent.is_bounded}
 
 
-WORDS = "river walk stone bread house tree light cloud road king ship year".split()
+WORDS = [
+    "river",
+    "walk",
+    "stone",
+    "bread",
+    "house",
+    "tree",
+    "light",
+    "cloud",
+    "road",
+    "king",
+    "ship",
+    "year",
+]
 
 
 @pytest.mark.parametrize(

@@ -88,22 +88,6 @@ def test_ask_answers_without_a_server(tiny_store: Path) -> None:
     assert "answering in this process" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (("nsp", "a"), 2, "nsp takes TEXT NEXT; there is 1 argument\n"),
-        (("embed", "a", "--top-k", "3"), 2, "embed has no option --top-k"),
-        (("embed", "a", "--url", "127.0.0.1:9"), 1, "no answer from http://127.0.0.1:9"),
-        (("embed", "a", "--url", "ftp://x"), 2, "'ftp://x' is no address of a server"),
-    ],
-)
-def test_ask_tells_what_is_wrong(arguments: tuple[str, ...], code: int, message: str) -> None:
-    done = cloze_here("ask", *arguments)
-    assert (done.exit_code, done.stdout) == (code, "")
-    assert done.stderr.startswith(f"cloze: {message}")
-    assert done.stderr.count("\n") == 1
-
-
 def test_ask_classifies_each_text_or_one_pair(every_task: Server) -> None:
     for count, arguments in ((3, ("a", "b", "c")), (1, ("--pair", "a", "b"))):
         done = cloze_here("ask", "classify", *arguments, "--json", CLOZE_URL=every_task.url)

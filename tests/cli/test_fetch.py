@@ -255,24 +255,6 @@ def test_an_archive_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
                 archives.unpack(archive, ".tar.gz", folder)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "name a model to fetch, or set CLOZE_MODEL"),
-        (("hub:a/b", "--sha256", "0" * 64), "--sha256 needs exactly one address"),
-        (("s3://a/b#sha256=" + "0" * 64, "--sha256", "0" * 64), "the address has a hash already"),
-        (("s3://a/b#v2",), "model s3://a/b: write #sha256= and 64 hexadecimal digits"),
-    ],
-)
-def test_wrong_arguments_are_one_line(
-    tmp_path: Path, arguments: tuple[str, ...], message: str
-) -> None:
-    done = fetch(tmp_path / "store", *arguments)
-    assert done.exit_code in (1, 2)
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"cloze: {message}")
-
-
 def test_two_processes_add_one_checkpoint_once(
     checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -170,7 +170,7 @@ def test_a_nomic_checkpoint_of_the_hub_gives_the_numbers_of_its_code(
 def test_biases_of_a_nomic_checkpoint_count(tmp_path: Path) -> None:
     """Those of keys too: under rotary positions they do not cancel."""
     network = network_of("nomic_bert", tmp_path, hidden_act="gelu")
-    for name, module in network.base_model.named_modules():
+    for module in network.base_model.modules():
         if isinstance(module, torch.nn.Linear):
             module.bias = torch.nn.Parameter(torch.randn(module.out_features) / 4)
     with_biases = NOMIC | {"qkv_proj_bias": True, "mlp_fc1_bias": True, "mlp_fc2_bias": True}

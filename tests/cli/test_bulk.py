@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from cloze.export.publish import export
 from cloze.model_store import Store
 from tests.support import tiny
 from tests.support.bulk_runs import bulk, numbered, read, write
+from tests.support.faulty import assert_close
 from tests.support.serving import Server, bare_environment, running_server
 from tests.support.waiting import wait_until
 
@@ -79,22 +79,6 @@ def test_every_row_comes_back_once_and_in_order(
     assert all(row["tokens"] > 2 and not row["truncated"] for row in results)
     if output_format == "parquet":  # as one table, without the names that begin with "_"
         assert pq.read_table(output).num_rows == 50
-
-
-def test_the_default_format_and_an_id_column_and_a_prefix(store: Path, tmp_path: Path) -> None:
-    source = write(
-        tmp_path / "in.jsonl", [{"k": 1, "body": "the king", "tokens": [1, {"a": None}]}]
-    )
-    done = bulk(store, "embed", source, "--output", tmp_path / "a", "--text-column", "body")
-    assert done.exit_code == 1
-    assert "the input has a column 'tokens', as the results have; give --prefix" in done.stderr
-    common = (store, "embed", source, "--text-column", "body", "--dimensions", 3)
-    assert bulk(*common, "--output", tmp_path / "b", "--id-column", "k").exit_code == 0
-    assert [*read(tmp_path / "b")[0]] == ["k", "embedding", "tokens", "truncated", "error"]
-    assert bulk(*common, "--output", tmp_path / "c", "--prefix", "my_").exit_code == 0
-    [row] = read(tmp_path / "c")
-    assert row["tokens"] == [1, {"a": None}]
-    assert len(row["my_embedding"]) == 3
 
 
 CELL = st.text(
@@ -177,53 +161,18 @@ def test_the_answers_are_the_server_s(store: Path, server: Server, tmp_path: Pat
     )
 
 
-def assert_close(answers: Any, expected: Any) -> None:
-    """Compare nested answers; numbers may differ by rounding."""
-    assert type(answers) is type(expected)
-    if isinstance(expected, dict):
-        assert answers.keys() == expected.keys()
-        for key in expected:
-            assert_close(answers[key], expected[key])
-    elif isinstance(expected, list):
-        assert len(answers) == len(expected)
-        for answer, other in zip(answers, expected, strict=True):
-            assert_close(answer, other)
-    elif isinstance(expected, float):
-        assert answers == pytest.approx(expected, abs=1e-5)
-    else:
-        assert answers == expected
-
-
-def test_long_texts_are_cut_divided_or_refused(store: Path, tmp_path: Path) -> None:
-    rows = [{"text": "the king " * 200}, {"text": "the king"}]
-    source = write(tmp_path / "in.jsonl", rows)
-    common = (store, "embed", source, "--json", "--output")
-    cut = bulk(*common, tmp_path / "cut")
-    assert (cut.exit_code, json.loads(cut.stdout)["truncated"]) == (0, 1)
-    assert [(row["tokens"], row["truncated"]) for row in read(tmp_path / "cut")] == [
-        (160, True),
-        (4, False),
-    ]
-    divided = bulk(*common, tmp_path / "divided", "--long-text", "window")
-    assert (divided.exit_code, json.loads(divided.stdout)["truncated"]) == (0, 0)
-    assert read(tmp_path / "divided")[0]["tokens"] == 402
-    refused = bulk(*common, tmp_path / "refused", "--long-text", "error")
-    assert (refused.exit_code, json.loads(refused.stdout)["errors"]) == (3, 1)
-    long, short = read(tmp_path / "refused")
-    assert long["error"] == "text has 402 tokens; the model reads 160, and long_text is error"
-    assert long["embedding"] is long["tokens"] is long["truncated"] is None
-    assert short["error"] is None
-
-
 def stamps(folder: Path) -> dict[str, tuple[int, int]]:
     return {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in folder.glob("part-*")}
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
-def test_a_long_shard_has_several_files_and_goes_on_after_ctrl_c(
-    store: Path, tmp_path: Path, suffix: str
+@pytest.mark.parametrize(
+    ("suffix", "end"),
+    [("parquet", signal.SIGINT), ("jsonl", signal.SIGINT), ("parquet", signal.SIGKILL)],
+)
+def test_a_run_that_ends_early_goes_on_and_writes_each_row_once(
+    store: Path, tmp_path: Path, suffix: str, end: int
 ) -> None:
-    """Time is short here: a file and a line per chunk of rows."""
+    """Time is short here: a long shard has a file and a line per chunk of rows."""
     count = 6_000
     source, output = write(tmp_path / f"in.{suffix}", numbered(count)), tmp_path / "out"
     source.with_name("main.py").write_text(
@@ -239,15 +188,18 @@ def test_a_long_shard_has_several_files_and_goes_on_after_ctrl_c(
         env=bare_environment(), stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     wait_until(lambda: len([*output.glob("part-*")]) >= 3, longest_s=60)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(end)
     stderr = process.communicate(timeout=60)[1]
-    assert process.returncode == 130
-    first, *_, last = stderr.splitlines()
-    assert re.fullmatch(r"256 of 6,000 rows, [\d,.]+ rows/s, about [\d,]+ min left", first)
-    assert (
-        last == "cloze: interrupted; complete files are kept, the same command goes on from there"
-    )
-    assert not [*output.glob("_part-*")]
+    if end == signal.SIGINT:
+        assert process.returncode == 130
+        first, *_, last = stderr.splitlines()
+        assert re.fullmatch(r"256 of 6,000 rows, [\d,.]+ rows/s, about [\d,]+ min left", first)
+        kept = "complete files are kept, the same command goes on from there"
+        assert last == f"cloze: interrupted; {kept}"
+        assert not [*output.glob("_part-*")]
+    else:
+        assert process.returncode == -signal.SIGKILL
+        (output / f"_part-00000-000000512.{suffix}").touch()  # of a run that is killed in a file
     before = stamps(output)
     assert f"part-00000-000000256.{suffix}" in before
     assert f"part-00000.{suffix}" not in before
@@ -257,36 +209,10 @@ def test_a_long_shard_has_several_files_and_goes_on_after_ctrl_c(
     summary = json.loads(done.stdout)
     assert (summary["rows"], summary["errors"]) == (count, 0)
     assert (summary["resumed_files"], summary["files"]) == (len(before), len(before) + 1)
-    assert stamps(output).items() > before.items()
-    assert [row["id"] for row in read(output)] == list(range(count))
-
-
-def test_a_killed_run_continues_and_writes_each_row_once(store: Path, tmp_path: Path) -> None:
-    count = 6_000
-    source, output = write(tmp_path / "in.parquet", numbered(count)), tmp_path / "out"
-    arguments = ("embed", source, "--output", output, "--shard-rows", 150)
-    command = [sys.executable, "-m", "cloze", "bulk", *map(str, arguments), "--model-store"]
-    process = subprocess.Popen([*command, str(store)], env=bare_environment())
-    wait_until(lambda: len([*output.glob("part-*")]) >= 3, longest_s=60)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait(30) == -signal.SIGKILL
-    before = stamps(output)
-    assert 3 <= len(before) < 40, "the run was killed in its middle"
-    (output / "_part-00039-stale").touch()  # as a run leaves it that is killed in a file
-
-    done = bulk(store, *arguments, "--json")
-    assert done.exit_code == 0, done.output
-    summary = json.loads(done.stdout)
-    assert (summary["rows"], summary["files"]) == (count, 40)
-    assert summary["resumed_files"] == len(before)
-    assert stamps(output).items() >= before.items(), "complete files are not written again"
-    assert not [*output.glob("_part-*")]
-    rows = read(output)
-    assert Counter(row["id"] for row in rows) == dict.fromkeys(range(count), 1)
-    assert [row["id"] for row in rows] == list(range(count))
-    assert all(row["error"] is None for row in rows)
-
     after = stamps(output)
+    assert after.items() > before.items(), "complete files are not written again"
+    assert not [*output.glob("_part-*")]
+    assert [row["id"] for row in read(output)] == list(range(count))
     again = bulk(store, *arguments, "--json")
-    assert json.loads(again.stdout)["resumed_files"] == 40
+    assert json.loads(again.stdout)["resumed_files"] == len(after)
     assert stamps(output) == after

@@ -53,18 +53,6 @@ async def test_the_asynchronous_client_gives_the_same(server: Server, client: Cl
             await other.embed(["a", "b", "c", "", "e", "f"])
 
 
-def test_refusals_are_told(client: Client) -> None:
-    for status, call in (
-        (404, lambda: client.embed("a", model="nobody")),
-        (422, lambda: client.fill_mask("no mask")),
-        (424, lambda: client.classify("a")),
-    ):
-        with pytest.raises(RequestRefused) as caught:
-            call()
-        assert caught.value.status == status
-        assert caught.value.request_id
-
-
 @pytest.mark.parametrize(
     ("arguments", "columns"),
     [
@@ -98,22 +86,6 @@ def test_ask_answers_without_a_server(tiny_store: Path) -> None:
         pytest.skip("something listens at http://localhost:8000")
     assert done.stdout.split()[:3] == ["label", "score", "IsNext"]
     assert "answering in this process" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (("nsp", "a"), 2, "nsp takes TEXT NEXT; there is 1 argument\n"),
-        (("embed", "a", "--top-k", "3"), 2, "embed has no option --top-k"),
-        (("embed", "a", "--url", "127.0.0.1:9"), 1, "no answer from http://127.0.0.1:9"),
-        (("embed", "a", "--url", "ftp://x"), 2, "'ftp://x' is no address of a server"),
-    ],
-)
-def test_ask_tells_what_is_wrong(arguments: tuple[str, ...], code: int, message: str) -> None:
-    done = cloze_here("ask", *arguments)
-    assert (done.exit_code, done.stdout) == (code, "")
-    assert done.stderr.startswith(f"cloze: {message}")
-    assert done.stderr.count("\n") == 1
 
 
 def test_ask_classifies_each_text_or_one_pair(every_task: Server) -> None:

@@ -82,17 +82,23 @@ def test_without_a_statement_the_oldest_name_answers(
 
 
 @pytest.mark.parametrize(
-    ("default", "message"),
+    ("variable", "value", "message"),
     [
-        ("embed", "'embed' is not TASK=NAME"),
-        ("embed=bert,embed=distilbert", "the task 'embed' has two defaults"),
-        ("embed=x", "default of embed: no model 'x' is served"),
-        ("nsp=distilbert", "default of nsp: model distilbert cannot do nsp"),
+        ("DEFAULT", "embed", "'embed' is not TASK=NAME"),
+        ("DEFAULT", "embed=bert,embed=distilbert", "the task 'embed' has two defaults"),
+        ("DEFAULT", "embed=x", "default of embed: no model 'x' is served"),
+        ("DEFAULT", "nsp=distilbert", "default of nsp: model distilbert cannot do nsp"),
+        ("ALIAS", "bert", "'bert' is not ALIAS=NAME"),
+        ("ALIAS", "a b=bert", "'a b=bert' is not ALIAS=NAME"),
+        ("ALIAS", "a=bert,a=distilbert", "the alias 'a' has two models"),
+        ("ALIAS", "a=x", r"alias a: no model 'x' is served \(there: bert, "),
+        ("ALIAS", "a=bert,b=a", "alias b: no model 'a' is served"),
+        ("ALIAS", "bert=distilbert", "alias bert: a served model has this name"),
     ],
 )
-def test_a_wrong_default_stops_the_start(
-    tiny_store: Path, monkeypatch: pytest.MonkeyPatch, default: str, message: str
+def test_a_wrong_name_of_a_model_stops_the_start(
+    tiny_store: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
 ) -> None:
-    monkeypatch.setenv("CLOZE_DEFAULT", default)
+    monkeypatch.setenv(f"CLOZE_{variable}", value)
     with pytest.raises(StartupError, match=message):
         defaults(tiny_store)

@@ -17,32 +17,15 @@ def failed(results: Sequence[Check]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_killed_engine_process_costs_no_answer(tmp_path: Path) -> None:
-    fault = {"faults": (KINDS["kill-engine"],), "fault_every_s": 60.0}
-    plan = SoakPlan(seconds=7.0, rate=30, sample_every_s=1.0, requests=60, **fault)
-    observed, results = soak(plan, tmp_path)
-    assert not failed(results)
-    assert [fault.role for fault in observed.faults] == ["engine-0"]
-    pids = [
-        process.pid
-        for sample in observed.samples
-        for process in sample.processes
-        if process.role == "engine-0"
-    ]
-    assert len(set(pids)) == 2, "it was killed"
-    assert not observed.answers.times(Outcome.LOST)
-    document = orjson.loads((tmp_path / "soak.json").read_bytes())
-    assert sum(document["outcomes"].values()) == observed.sent
-    assert "| kill-engine | engine-0 |" in (tmp_path / "soak.md").read_text()
-
-
-@pytest.mark.slow
 def test_every_fault_in_turn(tmp_path: Path) -> None:
     kinds = tuple(kind for name, kind in KINDS.items() if name != "reload")
     plan = SoakPlan(seconds=80.0, rate=60, faults=kinds, fault_every_s=8.0, sample_every_s=2.0)
     observed, results = soak(plan, tmp_path)
     assert not failed(results)
     assert {fault.kind for fault in observed.faults} == set(kinds)
+    document = orjson.loads((tmp_path / "soak.json").read_bytes())
+    assert sum(document["outcomes"].values()) == observed.sent
+    assert "| kill-engine | engine-0 |" in (tmp_path / "soak.md").read_text()
 
 
 @pytest.mark.slow

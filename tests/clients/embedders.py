@@ -13,6 +13,7 @@ import chromadb.utils.embedding_functions as chroma
 import cohere
 import litellm
 import ollama
+from errors import error_of
 from haystack import Document
 from haystack.utils import Secret
 from haystack_integrations.components.embedders.cohere import CohereDocumentEmbedder
@@ -31,13 +32,6 @@ url, texts = sys.argv[1], json.loads(sys.argv[2])
 MODEL, COHERE = "an/alias:v1", "embed-english-v3.0"
 JINA = f"{url}/v1/embeddings"
 key, documents = Secret.from_token("none"), [Document(content=text) for text in texts]
-
-
-def error_of(call):
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__module__}.{type(error).__name__}: {error}"
 
 
 def haystack(embedder):

@@ -6,6 +6,7 @@ Prints one JSON object: what each component returned, or the name of the excepti
 import json
 import sys
 
+from errors import name_of_error
 from haystack import Document
 from haystack_integrations.components.embedders.huggingface_api import (
     HuggingFaceAPIDocumentEmbedder,
@@ -15,13 +16,6 @@ from haystack_integrations.components.rankers.huggingface_api import HuggingFace
 
 url, texts = sys.argv[1], json.loads(sys.argv[2])
 query, documents = texts[0], [Document(content=text) for text in texts]
-
-
-def name_of_error(call):
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__module__}.{type(error).__name__}"
 
 
 server = {

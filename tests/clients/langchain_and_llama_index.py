@@ -7,6 +7,7 @@ import asyncio
 import json
 import sys
 
+from errors import name_of_error
 from huggingface_hub import InferenceClient
 from langchain_huggingface import HuggingFaceEndpointEmbeddings
 from langchain_openai import OpenAIEmbeddings
@@ -16,13 +17,6 @@ from llama_index.postprocessor.tei_rerank import TextEmbeddingInference as Reran
 
 url, model, texts = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 query = texts[0]
-
-
-def name_of_error(call):
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__module__}.{type(error).__name__}"
 
 
 openai = OpenAIEmbeddings(

@@ -9,18 +9,12 @@ import sys
 
 import cohere
 import voyageai
+from errors import error_of
 from haystack.utils import Secret
 from haystack_integrations.components.embedders.jina import JinaTextEmbedder
 from langchain_nvidia_ai_endpoints import NVIDIAEmbeddings
 
 url, model, text, long_text = sys.argv[1:]
-
-
-def error_of(call):
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__module__}.{type(error).__name__}: {error}"
 
 
 def voyage_embed(text=text, **options):

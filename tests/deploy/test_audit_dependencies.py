@@ -4,16 +4,17 @@ import json
 import os
 import runpy
 import socket
-import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.command import call
+from tests.support.loopback import Handler, serving, url_of
 
 ROOT = Path(__file__).parents[2]
 CLEAN, VULNERABLE, FAILED, UNREACHABLE = range(4)
@@ -37,24 +38,15 @@ def service(answer: Callable[[str], Answer]) -> Iterator[tuple[str, list[str]]]:
     """Run an advisory service; yield its address and the packages that it was asked for."""
     asked: list[str] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Advisories(Handler):
         def do_POST(self) -> None:
             query = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             asked.append(f"{query['package']['name']}=={query['version']}")
             status, body = answer(query["package"]["name"])
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(body.encode())
+            self.answer(status, body.encode())
 
-        def log_message(self, *_: object) -> None:
-            """Be silent."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/query", asked
-        server.shutdown()
-        thread.join()
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Advisories)) as server:
+        yield f"{url_of(server)}/query", asked
 
 
 @pytest.fixture
@@ -65,11 +57,14 @@ def pins(tmp_path: Path) -> Path:
 
 def audit(url: str, *arguments: str) -> tuple[int, list[str]]:
     """Return the exit code and the lines of an audit."""
-    done = subprocess.run(
-        [sys.executable, "scripts/audit-dependencies", "--service-url", url, *arguments],
+    done = call(
+        sys.executable,
+        "scripts/audit-dependencies",
+        "--service-url",
+        url,
+        *arguments,
+        check=False,
         cwd=ROOT,
-        capture_output=True,
-        text=True,
         env={**os.environ, "no_proxy": "127.0.0.1"},
     )
     assert not done.stderr, done.stderr

@@ -5,14 +5,14 @@ a roll of all of them, cost nothing.
 import re
 import shutil
 import threading
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from http.client import HTTPConnection
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import orjson
 import pytest
 import uvloop
@@ -21,6 +21,7 @@ from cloze.bench.http_client import Request, post
 from cloze.bench.load import closed_loop
 from cloze.bench.processes import RunningServer, free_port
 from tests.support.haproxy import CLIENTS, balancing, listening, load_with_a_loss
+from tests.support.loopback import Handler, serving
 from tests.support.serving import Server, running_server
 
 
@@ -67,23 +68,17 @@ def test_the_service_sees_the_client_and_not_what_it_writes(
 ) -> None:
     senders = []
 
-    class Replica(BaseHTTPRequestHandler):
+    class Replica(Handler):
         def do_GET(self) -> None:
             senders.append(self.headers.get_all("x-forwarded-for"))
-            self.send_response(200)
-            self.send_header("content-length", "0")
-            self.end_headers()
+            self.answer(200)
 
-        def log_message(self, *_: object) -> None:
-            """Write nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Replica) as replica:
-        threading.Thread(target=replica.serve_forever, daemon=True).start()
-        with balancer([f"127.0.0.1:{replica.server_port}"], tmp_path) as url:
-            forged = urllib.request.Request(f"{url}/info", headers={"x-forwarded-for": "6.6.6.6"})
-            with urllib.request.urlopen(forged) as answer:
-                assert answer.status == 200
-        replica.shutdown()
+    with (
+        serving(ThreadingHTTPServer(("127.0.0.1", 0), Replica)) as replica,
+        balancer([f"127.0.0.1:{replica.server_port}"], tmp_path) as url,
+    ):
+        forged = {"x-forwarded-for": "6.6.6.6"}
+        assert httpx.get(f"{url}/info", headers=forged).status_code == 200
     (values,) = [each for each in senders if each]
     assert ", ".join(values) == "6.6.6.6, 127.0.0.1"
 

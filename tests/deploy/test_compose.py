@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from tests.support import containers
+from tests.support.command import call
 from tests.support.ports import free_port
 from tests.support.prometheus import query
 from tests.support.waiting import wait_until
@@ -104,9 +105,7 @@ def make_keys(folder: Path) -> None:
     folder.mkdir()
     file = folder / "keys.toml"
     words = ["keys", "add", "prometheus", "--scope", "metrics", "--file", str(file)]
-    done = subprocess.run(
-        [sys.executable, "-m", "cloze", *words], capture_output=True, text=True, check=True
-    )
+    done = call(sys.executable, "-m", "cloze", *words)
     (folder / "metrics-key").write_text(done.stdout)
     for each in folder.iterdir():
         each.chmod(0o644)
@@ -137,15 +136,9 @@ def test_prometheus_scrapes_the_service_and_has_the_rules(
         command += ["--file", str(tmp_path / "docker-compose.keys.yml")]
 
     def compose(*words: str) -> str:
-        done = subprocess.run(
-            [*command, "--project-name", project, *words],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
+        done = call(
+            *command, "--project-name", project, *words, cwd=tmp_path, env=environment, timeout=300
         )
-        assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     url = f"http://127.0.0.1:{prometheus}"

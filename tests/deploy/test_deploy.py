@@ -24,6 +24,7 @@ import yaml
 from cloze.service.server.process import _DRAIN_MARGIN_S
 from cloze.service.settings import ENV_PREFIX, Settings, load_settings
 from tests.support.certificates import make_certificate
+from tests.support.command import call
 from tests.support.serving import Server, bare_environment, running_server
 
 ROOT = Path(__file__).parents[2]
@@ -82,17 +83,12 @@ def tool(name: str) -> str:
 
 
 def test_hadolint_accepts_the_dockerfile() -> None:
-    done = subprocess.run(
-        [Path(sys.executable).with_name("hadolint"), ROOT / "Dockerfile"],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    call(Path(sys.executable).with_name("hadolint"), ROOT / "Dockerfile", timeout=60)  # fmt: skip
 
 
 def test_prometheus_accepts_its_configuration() -> None:
     command = [tool("promtool"), "check", "config", str(ROOT / "monitoring/prometheus.yml")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
+    call(*command, timeout=60)
 
 
 def test_every_variable_is_a_setting() -> None:
@@ -139,13 +135,12 @@ def health(**environment: str) -> "subprocess.CompletedProcess[str]":
     assert program == "python"
     # A proxy that the container inherits must not be asked for loopback.
     env = bare_environment(http_proxy="http://127.0.0.1:9", no_proxy="", **environment)
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env=env | {"PYTHONPATH": os.environ.get("PYTHONPATH", "")},
-        capture_output=True,
-        text=True,
-        timeout=30,
+    return call(
+        sys.executable,
+        *arguments,
         check=False,
+        env=env | {"PYTHONPATH": os.environ.get("PYTHONPATH", "")},
+        timeout=30,
     )
 
 

@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urljoin, urlsplit
@@ -19,6 +17,7 @@ from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.model_store.manifest import Manifest
 from cloze.service.server.process import _DRAIN_MARGIN_S
 from cloze.service.settings import ENV_PREFIX, load_settings
+from tests.support.command import call
 from tests.support.kustomize import SCHEMAS, Object, check_restricted, of_kind, pod_of, rendered
 from tests.support.serving import Server, running_server
 
@@ -365,25 +364,12 @@ def test_a_gpu_pod_gets_a_gpu_and_refuses_to_run_without(
     assert pod_of(objects)["tolerations"][0]["key"] == "nvidia.com/gpu"
 
 
-def test_the_prometheus_rule_has_the_rules() -> None:
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts/make-prometheusrule", "--check"], timeout=60
-    )
-    assert done.returncode == 0, "run scripts/make-prometheusrule"
-    rule = yaml.safe_load((ROOT / "k8s/components/monitoring/prometheusrule.yaml").read_text())
-    rules = yaml.safe_load((ROOT / "monitoring/rules.yml").read_text())
-    assert rule["spec"] == rules
-
-
 @pytest.fixture(scope="module")
 def bulk_objects() -> list[Object]:
     """The objects of k8s/bulk."""
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed (Debian's package kubernetes-client)")
-    done = subprocess.run(
-        ["kubectl", "kustomize", str(ROOT / "k8s/bulk")], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
+    done = call("kubectl", "kustomize", str(ROOT / "k8s/bulk"), timeout=60)
     return list(yaml.safe_load_all(done.stdout))
 
 

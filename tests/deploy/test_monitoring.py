@@ -6,8 +6,6 @@ import math
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +19,7 @@ import pytest
 import yaml
 
 from tests.support.certificates import make_certificate
+from tests.support.command import call
 from tests.support.kustomize import Object, of_kind, rendered
 from tests.support.ports import free_port
 from tests.support.prometheus import MONITORING, query, running_prometheus, running_with
@@ -43,10 +42,7 @@ def test_promtool_accepts_the_rules_and_their_tests() -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed (Debian's package prometheus)")
     for command in (("check", "rules", "rules.yml"), ("test", "rules", "rules.test.yml")):
-        done = subprocess.run(
-            ["promtool", *command], cwd=MONITORING, capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        call("promtool", *command, cwd=MONITORING, timeout=60)
 
 
 def test_every_alert_has_its_tests_and_a_runbook() -> None:
@@ -64,11 +60,6 @@ def test_every_alert_has_its_tests_and_a_runbook() -> None:
         address, section = rule["annotations"]["runbook_url"].split("#")
         assert f"`{name}`" in sections[section], name
         assert re.fullmatch("https://.+/docs/operate.html", address), "where the site has the page"
-
-
-def test_the_dashboard_is_what_its_script_writes() -> None:
-    done = subprocess.run([sys.executable, ROOT / "scripts/make-dashboard", "--check"], timeout=60)
-    assert done.returncode == 0, "run scripts/make-dashboard"
 
 
 KEY, LIMITED = "cloze_metrics", "cloze_limited"

@@ -14,7 +14,8 @@ import httpx
 import pytest
 import yaml
 
-from tests.support.containers import answers, call, podman
+from tests.support.command import call
+from tests.support.containers import answers, podman
 from tests.support.kustomize import of_kind
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until

@@ -1,11 +1,10 @@
-"""Other processors than this machine's, emulated by QEMU: models are exported, opened and answered.
+"""Other processors than this machine's, emulated by QEMU: bundles are opened and answer.
 
 Answers are compared with those of this machine. What QEMU 7.2 lacks is not emulated: AVX-512, VNNI
 and AMX.
 """
 
 import fcntl
-import json
 import os
 import shutil
 import subprocess
@@ -22,9 +21,12 @@ import numpy as np
 import pytest
 from transformers import BertForPreTraining
 
+from cloze.export.publish import ExportOptions, export
+from cloze.model_store import Store
 from cloze.model_store.manifest import Precision, Weights
 from tests.support import tiny
 from tests.support.adapter_folders import Recipe, write
+from tests.support.command import call
 from tests.support.family_checkpoints import save
 from tests.support.serving import Server, running_server
 from tests.support.wheels import NOT_SOURCE, build, pip
@@ -44,21 +46,6 @@ With ``--close`` before the folder, the program unmounts what it mounted there.
 PRETENDED = 'mount --bind "$0" "$1" && shift && exec "$@"'
 """Lets a command read another file in the place of a file."""
 
-EXPORT = """
-import json, sys
-from pathlib import Path
-import torch
-from cloze.export.publish import ExportOptions, export
-from cloze.model_store import Store
-from cloze.model_store.manifest import Precision, Weights
-torch.set_num_threads(1)
-for name, checkpoint, tasks, weights, adapters in json.loads(sys.argv[2]):
-    options = ExportOptions(
-        tasks=tuple(tasks), precisions=(Precision.INT8,), weights=Weights(weights),
-        adapters=tuple(adapters),
-    )
-    export(checkpoint, name, Store(Path(sys.argv[1])), options)
-"""
 TIED = ("fill-mask", "sparse", "embed")
 """Tasks of which two multiply with the word embeddings."""
 
@@ -91,20 +78,12 @@ ARM64 = (
 )
 
 
-Case = tuple[str, str, tuple[str, ...], str, tuple[str, ...]]
-"""The name, checkpoint, tasks, weights and adapted layers of an export, as `EXPORT` reads them."""
-
-
 @dataclass(frozen=True)
 class Models:
-    """Bundles of a store, the checkpoints that they were made from, and an adapter.
-
-    Attributes:
-        cases: the arguments of each export.
-    """
+    """A folder with a store of bundles and an adapter, and the tasks of each bundle."""
 
     folder: Path
-    cases: list[Case]
+    tasks: dict[str, tuple[str, ...]]
 
     @property
     def store(self) -> Path:
@@ -115,25 +94,22 @@ class Models:
 def models(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Models:
     """One model of each kind of attention, and all graphs in which products share weights."""
     folder = tmp_path_factory.mktemp("models")
+    made = Models(folder, {"bert-int8": TIED, "base": TIED} | dict.fromkeys(FAMILIES, ("embed",)))
     bert = tiny.save_checkpoint(folder / "bert", "bert", **SHORT, **NARROW)
-    cases: list[Case] = [
-        ("bert-int8", str(bert), TIED, Weights.INT8.value, ()),
-        ("base", str(bert), TIED, Weights.FP32.value, ("all-linear",)),
-    ]
-    for family in FAMILIES:
-        save(family, "masked_lm", folder / family, **SHORT)
-        cases.append((family, str(folder / family), ("embed",), Weights.FP32.value, ()))
-    export_all(cases, folder / "store", sys.executable)
+    for name, tasks in made.tasks.items():
+        checkpoint, own = bert, {}
+        if name == "bert-int8":
+            own = {"weights": Weights.INT8}
+        elif name == "base":
+            own = {"adapters": ("all-linear",)}
+        else:
+            checkpoint = folder / name
+            save(name, "masked_lm", checkpoint, **SHORT)
+        options = ExportOptions(tasks=tasks, precisions=(Precision.INT8,), **own)
+        export(str(checkpoint), name, Store(made.store), options)
     network = BertForPreTraining.from_pretrained(bert).eval()
     write(folder / "adapters" / "vectors", Recipe(5, rank=6), network)
-    return Models(folder, cases)
-
-
-def export_all(cases: list[Case], store: Path, *python: str) -> None:
-    """Export models in one process of Python, on this processor or on an emulated one."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [*python, "-c", EXPORT, str(store), json.dumps(cases)]
-    subprocess.run(command, check=True, env=environment, timeout=840)
+    return made
 
 
 def answers(server: Server, models: Models) -> dict[str, np.ndarray]:
@@ -146,9 +122,9 @@ def answers(server: Server, models: Models) -> dict[str, np.ndarray]:
 
     texts = ["The old king sang.", "A cat sat on the mat, and it was red. " * 3]
     found = {}
-    for name in [*(case[0] for case in models.cases), "vectors"]:
+    for name in [*models.tasks, "vectors"]:
         found[f"{name} embed"] = np.array(ask("/embed", {"inputs": texts, "model": name}))
-    for name in (name for name, _, tasks, *_ in models.cases if tasks == TIED):
+    for name in (name for name, tasks in models.tasks.items() if tasks == TIED):
         body = {"inputs": "the [MASK] was red", "model": name}
         found[f"{name} fill-mask"] = np.array([row["score"] for row in ask("/fill-mask", body)])
         rows = ask("/embed_sparse", {"inputs": texts, "model": name})
@@ -209,7 +185,7 @@ def pretending(file: Path, place: Path) -> tuple[str, ...]:
         str(place),
     )
     try:
-        done = subprocess.run([*command, "true"], capture_output=True, text=True, check=False)
+        done = call(*command, "true", check=False)
     except FileNotFoundError:
         pytest.skip("unshare is not installed: no other /proc/cpuinfo can be shown")
     if done.returncode:
@@ -260,7 +236,7 @@ def arm64() -> Iterator[Path]:
 
 def installed(program: str, root: Path) -> Iterator[Path]:
     """Install the packages in the folder; yield the place."""
-    done = subprocess.run([program, root], capture_output=True, text=True, check=False, timeout=800)
+    done = call(program, root, check=False, timeout=800)
     if done.returncode:
         pytest.skip(f"no Debian for aarch64 could be made: {done.stderr.strip()}")
     with ExitStack() as ending:
@@ -288,7 +264,7 @@ def test_aarch64_opens_bundles_of_x86_and_answers_alike(
 ) -> None:
     """Also the default bundles, in the precision that the processor runs faster."""
     root = arm64.parents[2]
-    copied = Models(arm64.parent / processor.name, models.cases)
+    copied = Models(arm64.parent / processor.name, models.tasks)
     shutil.copytree(models.folder, copied.folder)
     (tmp_path / "cpuinfo").write_text(cpu_info(processor.flags))
     chroot = (*pretending(tmp_path / "cpuinfo", root / "proc/cpuinfo"), "chroot", str(root))

@@ -2,7 +2,6 @@
 data folder.
 """
 
-import json
 import os
 import pwd
 import re
@@ -20,8 +19,8 @@ import httpx
 import pytest
 from packaging.requirements import Requirement
 
-from cloze.model_store.installation import install_command
-from cloze.model_store.locations import DEFAULT_ROOT, SHIPPED_ROOT, default_root
+from cloze.model_store.locations import SHIPPED_ROOT, default_root
+from tests.support.command import call
 from tests.support.serving import bare_environment, running_server
 from tests.support.wheels import NOT_SOURCE, build, pip
 
@@ -48,14 +47,13 @@ class Install:
         return self.python("-m", "cloze", *arguments, **environment)
 
     def python(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, *arguments],
+        return call(
+            sys.executable,
+            *arguments,
+            check=False,
             cwd=self.home,
             env=bare_environment(COLUMNS="200", **self.environment) | environment,
-            capture_output=True,
-            text=True,
             timeout=120,
-            check=False,
         )
 
     def listed(self, **environment: str) -> list[str]:
@@ -125,31 +123,6 @@ def test_an_export_goes_to_the_user_and_is_served_beside_what_ships(
             httpx.post(f"{server.url}/embed", json=body).raise_for_status()
 
 
-def test_a_checkout_keeps_its_bundles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    assert DEFAULT_ROOT == SHIPPED_ROOT == ROOT / "model_store/bundles" == default_root(ROOT)
-
-
-def test_another_project_s_pyproject_makes_no_checkout(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    for text in ('[project]\nname = "other"\n', "[tool.other]\n", "not toml"):
-        (tmp_path / "pyproject.toml").write_text(text)
-        assert default_root(tmp_path) == tmp_path / "cloze/bundles"
-
-
-@pytest.mark.parametrize("value", [None, "", "relative/data"])
-def test_the_data_folder_is_absolute(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, value: str | None
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
-    if value is not None:
-        monkeypatch.setenv("XDG_DATA_HOME", value)
-    assert default_root(tmp_path) == tmp_path / ".local/share/cloze/bundles"
-
-
 def test_a_user_without_a_home_reads_what_ships(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -211,16 +184,10 @@ def test_the_client_alone_is_small_and_asks_a_server(
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     with zipfile.ZipFile(client_wheel) as archive:
         archive.extractall(site)
-    lacks = subprocess.run([python, "-c", "import pydantic"], capture_output=True, text=True)
+    lacks = call(python, "-c", "import pydantic", check=False)
     assert "ModuleNotFoundError" in lacks.stderr
     with running_server(tiny_store) as server:
-        done = subprocess.run(
-            [python, "-I", "-c", ASK, server.url],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        done = call(python, "-I", "-c", ASK, server.url, check=False, cwd=tmp_path, timeout=60)
     shape, modules = done.stdout.splitlines() or [done.stderr, ""]
     assert shape == "(2, 64) True"
     assert all(name.startswith("cloze.client") for name in modules.split())
@@ -243,35 +210,6 @@ def test_both_distributions_say_the_same() -> None:
     assert [re.match(r"\w+", needed)[0] for needed in client["dependencies"]] == CLIENT  # type: ignore[index]
 
 
-@pytest.mark.parametrize(
-    ("url", "target"),
-    [
-        ("file://{}/a%20checkout", "--editable '{}/a checkout[cpu,export]'"),
-        (
-            "file://{}/cloze_server-1.whl",
-            "'cloze-server[cpu,export] @ file://{}/cloze_server-1.whl'",
-        ),
-        ("file://{}/deleted.whl", "'cloze-server[cpu,export]'"),
-        ("https://example.org/cloze_server-1.whl", "'cloze-server[cpu,export]'"),
-        (None, "'cloze-server[cpu,export]'"),
-    ],
-    ids=["checkout", "wheel", "deleted wheel", "address", "index"],
-)
-def test_the_command_to_install_more_names_the_origin(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, url: str | None, target: str
-) -> None:
-    (tmp_path / "a checkout").mkdir()
-    (tmp_path / "cloze_server-1.whl").touch()
-    info = tmp_path / "site" / "cloze_server-1.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cloze-server\nVersion: 1\n")
-    if url is not None:
-        (info / "direct_url.json").write_text(json.dumps({"url": url.format(tmp_path)}))
-    monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
-    command = install_command("cpu", "export")
-    assert command == f"{sys.executable} -m pip install {target.format(tmp_path)}"
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_a_fresh_environment_serves_and_what_it_lacks_is_a_command_away(
@@ -284,9 +222,7 @@ def test_a_fresh_environment_serves_and_what_it_lacks_is_a_command_away(
     constraints = str(ROOT / "constraints.txt")
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-        )
+        return call(*arguments, check=False, cwd=tmp_path, env=environment)
 
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
     pip_install = [str(python), "-m", "pip", "install", "--quiet", "--constraint", constraints]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.command import call
 from tests.support.documents import DOCUMENTS, ROOT, Block, blocks
 from tests.support.serving import Server, bare_environment
 from tests.support.waiting import wait_until
@@ -61,7 +62,7 @@ def test_every_link_leads_to_a_file_and_a_heading() -> None:
 
 @pytest.mark.parametrize("block", CALLS, ids=named)
 def test_a_call_gets_its_answer(every_task: Server, block: Block, tmp_path: Path) -> None:
-    """The models are small and random, so test_readme compares answers."""
+    """The models are small and random, so test_examples compares answers."""
     server = every_task.url.removeprefix("http://")
     for command in commands(block.text):
         curl = command.replace("curl localhost:8000", f"curl -s -w '\\n%{{http_code}}' {server}")
@@ -118,15 +119,9 @@ def test_the_first_pages_run_from_a_fresh_clone(
                     stop(server)
                     server = start(command, clone, environment)
                     continue
-                done = subprocess.run(
-                    ["bash", "-c", command.replace("curl ", "curl -sf ")],
-                    cwd=clone,
-                    env=environment,
-                    capture_output=True,
-                    text=True,
-                    check=False,
+                call(
+                    "bash", "-c", command.replace("curl ", "curl -sf "), cwd=clone, env=environment
                 )
-                assert done.returncode == 0, f"{command}\n{done.stderr}"
     finally:
         stop(server)
 

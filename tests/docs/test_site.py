@@ -4,13 +4,13 @@ import html
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 
+from tests.support.command import call
 from tests.support.released_clients import CLIENTS, environment, printed
 
 ROOT = Path(__file__).parents[2]
@@ -29,10 +29,7 @@ SEARCHED = {
 @pytest.fixture(scope="module")
 def site() -> Path:
     """Build the site; any warning of the builder is an error."""
-    done = subprocess.run(
-        [sys.executable, "scripts/build-site"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = call(sys.executable, "scripts/build-site", cwd=ROOT)
     assert "No issues found" in done.stdout + done.stderr
     return SITE
 

@@ -6,7 +6,6 @@ one case of each kind reaches a service.
 `tests/support/crafted.py` changes a real bundle in one place and seals it again.
 """
 
-import json
 import os
 import re
 from collections.abc import Callable
@@ -28,7 +27,6 @@ from cloze.service.settings import load_settings
 from tests.support.crafted import Body, Change, craft, edit_graph, edit_json, put, unchanged, write
 from tests.support.serving import bare_environment, failed_start
 
-FILES = ("dense.onnx", "weights.bin", "tokenizer.json", "golden.json")
 START_LIMIT_S = 20.0
 """Longest time until a server has refused a bundle."""
 
@@ -46,20 +44,11 @@ def start(root: Path) -> None:
     single_process(load_settings({"model_store": root, "device": "cpu"})).close()
 
 
-def start_error(root: Path) -> str | None:
-    """Return why a service does not start; None if it starts."""
-    try:
-        start(root)
-    except StartupError as error:
-        return str(error)
-    return None
-
-
 def refusal(root: Path) -> str:
     """Return why a service does not start."""
-    error = start_error(root)
-    assert error is not None, "the service starts"
-    return error
+    with pytest.raises(StartupError) as refused:
+        start(root)
+    return str(refused.value)
 
 
 def test_a_bundle_that_is_sealed_again_starts(bert: Path, tmp_path: Path) -> None:
@@ -78,11 +67,6 @@ def test_every_graph_of_a_default_bundle_is_accepted(name: str) -> None:
     for graph, parity in graphs:
         check_graph(bundle, graph)
         assert len(read_goldens(bundle, parity.golden_file, graph.layout)) == 2
-
-
-def name_a_file_outside(_: Path, body: Body) -> None:
-    body["files"]["../evil"] = body["files"].pop(body["graph"]["file"])
-    body["graph"]["file"] = "../evil"
 
 
 def a_link(file: str) -> Change:
@@ -130,19 +114,12 @@ def tokenizer(edit: Callable[[Any], object]) -> Change:
 OTHER_OUTPUTS = (golden("feeds", pair_rows=[10**6]), "does not reproduce its golden outputs")
 REFUSED: dict[str, dict[str, tuple[Change, str]]] = {
     "the manifest of bert@1 is refused: ": {
-        "number": (put("parity.tolerance", float("inf")), "parity.tolerance: .*got inf"),
-        "tasks": (put("tasks", ["nsp", "embed", "nsp"]), "a task is named twice"),
         "control": (put("license\nline", "\x1b[2J"), r"license\\nline: extra inputs"),
-        "nested": (put("nested", json.loads("[" * 400 + "]" * 400)), "recursion limit exceeded"),
-        "outside": (name_a_file_outside, "plain name without folders"),
     },
     "bundle bert@1:? ": {
-        **{f"link-{file}": (a_link(file), f"{file}.* a symbolic link") for file in FILES},
+        "link": (a_link("golden.json"), "golden.json.* a symbolic link"),
         "pipe": (a_pipe("weights.bin"), "weights.bin.* a named pipe; a bundle has regular files"),
-        "no-json": (write("golden.json", "weights"), "is not JSON: Expecting value"),
-        "predictions": (golden("feeds", top_k=[10**15]), OTHER_OUTPUTS[1]),
         "row-outside": OTHER_OUTPUTS,
-        "numbers": (golden("outputs", logsumexp=[1.0] * 6), "golden outputs: logsumexp is off by"),
         "operator": (edit_graph(add_foreign_operator), "'Evil' has the domain 'com.evil'"),
         "name": (name_with_control_characters, "its graph does not load"),
     },

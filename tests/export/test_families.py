@@ -8,84 +8,18 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
-import torch
-from tokenizers import Tokenizer
 from transformers import RobertaTokenizer
 
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
 from cloze.export.load.tokenizer import load_tokenizer
-from cloze.export.publish import export
-from cloze.model_store import Store
-from tests.support.family_checkpoints import save, theirs
-from tests.support.serving import Server, running_server
 from tests.support.sources import file_of, name_of
 from tests.support.tokenizer_kinds import byte_level
 
 TEXTS = ["The harbour was quiet.", "A café\u0301 - in  Zürich, isn't it?", "🙂 pay"]
 PAIRS = [("Where is the bank?", "The bank charges a fee."), (TEXTS[1], TEXTS[0])]
-HEADS = ("masked_lm", "span")
-
-
-@pytest.fixture(scope="module")
-def networks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """Return a RoBERTa of each head, and the folder of their checkpoints."""
-    root = tmp_path_factory.mktemp("families")
-    made = {name: save("roberta", name, root / name, max_position_embeddings=130) for name in HEADS}
-    return made, root
-
-
-@pytest.fixture(scope="module")
-def tokenizer(networks: tuple[dict[str, Any], Path]) -> Tokenizer:
-    """The file as it is: transformers' classes rebuild parts of it from their defaults."""
-    return Tokenizer.from_file(str(networks[1] / "span" / "tokenizer.json"))
-
-
-@pytest.fixture(scope="module")
-def server(networks: tuple[dict[str, Any], Path]) -> Iterator[Server]:
-    root = networks[1]
-    for name in HEADS:
-        export(str(root / name), name, Store(root / "store"))
-    with running_server(root / "store", "--precision", "fp32") as server:
-        yield server
-
-
-def ask(server: Server, route: str, model: str, inputs: Any, **parameters: Any) -> Any:
-    body = {"inputs": inputs, "model": model, "parameters": parameters}
-    response = httpx.post(f"{server.url}{route}", json=body)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-def test_masks_are_filled_as_by_transformers(
-    server: Server, networks: Any, tokenizer: Tokenizer
-) -> None:
-    for text in ("The <mask> was quiet.", "Pay the fee at the <mask>"):
-        ids = torch.tensor([tokenizer.encode(text).ids])
-        logits = theirs(networks[0]["masked_lm"], "masked_lm", ids)
-        [place] = (ids[0] == tokenizer.token_to_id("<mask>")).nonzero()[0].tolist()
-        best = logits[0, place].softmax(0).topk(3)
-        ours = ask(server, "/fill-mask", "masked_lm", text, top_k=3)
-        assert [row["token"] for row in ours] == best.indices.tolist()
-        scores = [row["score"] for row in ours]
-        assert scores == pytest.approx(best.values.tolist(), rel=1e-4)
-
-
-def test_white_space_that_has_tokens_is_no_answer(server: Server) -> None:
-    """In byte-level BPE, "tabs\\tand" has a token for the tab."""
-    for context in ("tabs\tand\t\t pay  ", "\n\n The bank\t"):
-        question = {"question": "Where?", "context": context}
-        answers = ask(server, "/qa", "span", question, top_k=50, align_to_words=False)
-        assert answers
-        assert all(answer["answer"].strip() for answer in answers)
-    body = {"inputs": {"question": "Where?", "context": "\t \t\n"}, "model": "span"}
-    refused = httpx.post(f"{server.url}/qa", json=body)
-    assert refused.status_code == 422
-    assert "inputs.context" in refused.json()["error"]
 
 
 def save_merges(folder: Path, config: dict[str, str], settings: dict[str, str]) -> None:

@@ -21,14 +21,8 @@ from cloze.model_store import Store
 from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import Manifest, Precision, Weights
 from tests.conftest import has_gpu
-from tests.support.tiny import SHAPES, name_of, save_checkpoint
+from tests.support.tiny import save_checkpoint
 from tests.support.vocabulary import vocabulary
-
-CASES = [
-    pytest.param(kind, sizes, id=name_of(kind, sizes))
-    for kind, shapes in SHAPES.items()
-    for sizes in shapes
-]
 
 
 @pytest.fixture
@@ -89,14 +83,12 @@ def test_the_packed_graph_is_what_the_fast_kernels_take(bert: Checkpoint, tmp_pa
     assert set(encoder) == {TensorProto.FLOAT16}
 
 
-@pytest.mark.parametrize(("kind", "sizes"), CASES)
+@pytest.mark.parametrize("kind", ["bert", "bert-qa", "distilbert", "distilbert-qa"])
 @pytest.mark.gpu
-def test_every_head_agrees_with_torch_on_a_gpu(
-    kind: str, sizes: dict[str, object], tmp_path: Path
-) -> None:
+def test_every_head_agrees_with_torch_on_a_gpu(kind: str, tmp_path: Path) -> None:
     if not has_gpu():
         pytest.skip("no GPU: its driver (libcuda.so.1) is not there or finds none")
-    checkpoint = load_checkpoint(str(save_checkpoint(tmp_path / "checkpoint", kind, **sizes)))
+    checkpoint = load_checkpoint(str(save_checkpoint(tmp_path / "checkpoint", kind)))
     graph = writer_of(checkpoint, tmp_path).write(Precision.FP16)
     subject = GraphUnderTest(graph, checkpoint, checkpoint.default_heads, 160)
     session = open_session(tmp_path / graph.file, Layout.PACKED, cuda=True)

@@ -1,13 +1,12 @@
 """A bundle's threshold of "no answer": what the export writes, the server and `evaluate` use."""
 
-import asyncio
 import json
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 from click.testing import CliRunner
+from starlette.testclient import TestClient
 
 from cloze.cli import cli
 from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
@@ -44,22 +43,13 @@ def served(store: Path) -> list[str]:
     """Return the answers of a server of the store where "" is a candidate, and where it is none."""
     inputs = {"question": QUESTION, "context": CONTEXT}
     service = single_process(load_settings({"model_store": store, "device": "cpu"}))
-
-    async def ask() -> list[str]:
-        service.begin()
-        transport = httpx.ASGITransport(service)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            answers = []
-            for impossible in (True, False):
-                asked = {"handle_impossible_answer": impossible, "align_to_words": False}
-                body = {"inputs": inputs, "parameters": asked}
-                answers.append((await client.post("/qa", json=body)).json()["answer"])
-            return answers
-
-    try:
-        return asyncio.run(ask())
-    finally:
-        service.close()
+    answers = []
+    with TestClient(service, base_url="http://localhost") as client:
+        for impossible in (True, False):
+            asked = {"handle_impossible_answer": impossible, "align_to_words": False}
+            body = {"inputs": inputs, "parameters": asked}
+            answers.append(client.post("/qa", json=body).json()["answer"])
+    return answers
 
 
 @pytest.mark.slow

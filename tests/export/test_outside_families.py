@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -16,6 +15,7 @@ from cloze.export.families import BUILT_IN, GROUP, with_installed
 from cloze.export.publish import export
 from cloze.model_store import Store
 from tests.support import tiny
+from tests.support.command import call
 from tests.support.serving import running_server
 
 ROOT = Path(__file__).parents[2]
@@ -45,13 +45,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_python(site: Path, *arguments: str) -> tuple[int, str]:
     """Run Python in a process of its own; return its code, and all that it printed."""
     path = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
-    run = subprocess.run(
-        [sys.executable, *arguments],
+    run = call(
+        sys.executable,
+        *arguments,
+        check=False,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path), "COLUMNS": "400"},
         cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
     )
     return run.returncode, run.stdout + run.stderr
 

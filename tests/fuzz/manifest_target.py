@@ -13,49 +13,22 @@ from cloze.model_store.layouts import Layout
 from tests.fuzz.damage import damaged_bytes, damaged_json
 from tests.fuzz.search import Target
 from tests.support.crafted import sealed
+from tests.support.task_model import manifest
 
 MAX_LINE = 600
-GRAPH = {"file": "g.onnx", "layout": "dense", "precision": "fp32", "opset": 20, "operators": {}}
-PARITY = {
-    "tolerance": 1e-4, "batches": [1], "lengths": [3], "max_error": {"embeddings": 1e-6},
-    "golden_file": "golden.json",
-}  # fmt: skip
-BODY: dict[str, Any] = {
-    "name": "tiny",
-    "tasks": ["fill-mask", "embed", "text-classification"],
-    "architecture": {
-        "family": "bert", "vocab_size": 10, "hidden_size": 4, "layers": 1, "heads": 1,
-        "intermediate_size": 8, "max_positions": 16, "type_vocab_size": 2, "activation": "gelu",
-        "layer_norm_eps": 1e-12, "parameters": 100,
-    },
-    "source": {"kind": "hub", "location": "x", "revision": None, "weights_sha256": "0" * 64},
-    "license": None,
-    "tokenizer": {
-        "file": "t.json", "vocab_size": 10, "lowercase": True, "cls_id": 1, "sep_id": 2,
-        "mask_id": 3, "mask_token": "[MASK]",
-    },
-    "limits": {"max_tokens": 16},
-    "embedding": {
-        "dimensions": 4, "pooling": "mean", "normalize": True, "max_tokens": 16,
-        "prompts": {"q": "query: "}, "default_prompt": "q", "projected": False,
-    },
-    "graph": GRAPH,
-    "parity": PARITY,
-    "gate": None,
+_TASKS = ("fill-mask", "embed", "text-classification")
+_LABELS = {"labels": ["a", "b"], "problem_type": "regression"}
+_MADE = manifest(version=1, tasks=_TASKS, heads={"sequence_classification": _LABELS}).model_dump(
+    mode="json"
+)
+_MADE["embedding"]["default_prompt"] = "query"
+BODY: dict[str, Any] = _MADE | {
     "int8": {
-        "graph": GRAPH | {"precision": "int8", "weights": "int8"},
-        "parity": PARITY,
+        "graph": _MADE["graph"] | {"precision": "int8", "weights": "int8"},
+        "parity": _MADE["parity"],
         "gate": {"measured": {"top1": 0.99}, "limits": {"top1": 0.9}},
     },
-    "fp16": None,
-    "heads": {"sequence_classification": {"labels": ["a", "b"], "problem_type": "regression"}},
-    "schema_version": 1,
-    "version": 1,
-    "created": "2026-01-02T03:04:05Z",
-    "files": {
-        name: {"sha256": "0" * 64, "size": 1} for name in ("t.json", "g.onnx", "golden.json")
-    },
-}  # fmt: skip
+}
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""Adapters of PEFT on one base: results in mixed batches, refusals, reloads, memory."""
+"""Adapters of PEFT on one base: results in mixed batches, refusals, reloads, memory, keys."""
 
 import json
 import re
@@ -38,6 +38,7 @@ from cloze.service.settings import Settings, load_settings
 from tests.support.adapter_folders import LABELS, Recipe, classifier, write
 from tests.support.adapter_folders import embedding as torch_embedding
 from tests.support.adapter_folders import logits as torch_logits
+from tests.support.command import cloze, cloze_here
 from tests.support.refusals import error_of
 from tests.support.serving import Server, running_server
 from tests.support.waiting import wait_until
@@ -491,3 +492,89 @@ def test_a_kept_adapter_is_read_from_where_it_is_now(
     engine.hold(moved.key).result(20)
     assert engine.keys == [moved.key]
     close_models(models)
+
+
+KEYS = {
+    "everyone": (),
+    "tenant": ("topics", "vectors@1"),
+    "tagger": ("names",),
+    "early": ("not-yet-served",),
+}
+Ask = Callable[..., httpx.Response]
+
+
+@pytest.fixture(scope="module")
+def ask(
+    tmp_path_factory: pytest.TempPathFactory, base: Bundle, folders: dict[str, Path]
+) -> Iterator[Ask]:
+    """Return a function that sends a request with the key of a name."""
+    file, keys = tmp_path_factory.mktemp("keys") / "keys.toml", {}
+    for name, models in KEYS.items():
+        limits = [part for model in models for part in ("--model", model)]
+        keys[name] = cloze("keys", "add", name, "--file", str(file), *limits).stdout.strip()
+    served = [str(folder) for name, folder in folders.items() if name != "heads-only"]
+    flags = [part for folder in served for part in ("--adapter", folder)]
+    flags += ["--keys-file", str(file), "--precision", "fp32"]
+    with (
+        running_server(base.path.parents[1], *flags) as server,
+        httpx.Client(base_url=server.url) as client,
+    ):
+
+        def send(name: str, path: str, body: Any = None) -> httpx.Response:
+            headers = {"authorization": f"Bearer {keys[name]}"}
+            method = "GET" if body is None else "POST"
+            return client.request(method, path, json=body, headers=headers)
+
+        yield send
+
+
+def test_only_its_models_exist_for_a_key(ask: Ask) -> None:
+    rows = {name: ask(name, "/v1/models").json()["data"] for name in ("everyone", "tenant")}
+    assert [row["id"] for row in rows["tenant"]] == ["topics@1", "topics", "vectors@1", "vectors"]
+    assert len(rows["everyone"]) == 10
+    info = ask("tenant", "/info").json()
+    assert [model["name"] for model in info["models"]] == ["topics", "vectors"]
+    assert set(info["defaults"].values()) == {"topics@1", "vectors@1"}
+    names = ask("tagger", "/v2/models").json()["models"]
+    assert names == ["names.token-classification", "names.redact"]
+    assert ask("tenant", "/v1/models/topics").status_code == 200
+    for path in ("/v1/models/stars", "/v2/models/stars.text-classification", "/v1/models/base"):
+        refused = ask("tenant", path)
+        assert error_of(refused) == (404, "model_not_found")
+        assert "is served to this key (there: topics, topics@1, vectors, vectors@1)" in refused.text
+
+
+def test_a_key_gets_the_results_of_its_adapters_and_of_no_other(ask: Ask) -> None:
+    texts = {"inputs": TEXT}
+    topics, stars = (
+        ask("everyone", "/classify", texts | {"model": name}).json() for name in ("topics", "stars")
+    )
+    assert ask("everyone", "/classify", texts).json() == stars != topics
+    assert ask("tenant", "/classify", texts).json() == topics  # its own default
+    assert ask("tenant", "/predict", texts).json() == topics[0]
+    assert ask("tenant", "/", texts | {"parameters": {"top_k": 3}}).json() == topics
+    assert ask("everyone", "/", texts | {"parameters": {"top_k": 3}}).status_code == 422
+    tensor = {"name": "text", "datatype": "BYTES", "shape": [1], "data": [TEXT]}
+    for name, status in (("topics", 200), ("stars", 404)):
+        path = f"/v2/models/{name}.text-classification/infer"
+        assert ask("tenant", path, {"inputs": [tensor]}).status_code == status
+        assert ask("tenant", "/classify", texts | {"model": name}).status_code == status
+        assert ask("tenant", "/predict", texts | {"model": name}).status_code == status
+        assert ask("tenant", "/tokenize", texts | {"model": name}).status_code == status
+    for model, status in (("vectors", 200), ("base", 404)):
+        body = {"input": TEXT, "model": model}
+        assert ask("tenant", "/v1/embeddings", body).status_code == status
+    refused = ask("tagger", "/classify", texts)
+    assert error_of(refused) == (424, "task_not_supported")
+
+
+def test_a_key_of_models_that_are_not_served_is_refused(ask: Ask) -> None:
+    for path, body in (("/v1/models", None), ("/info", None), ("/embed", {"inputs": TEXT})):
+        refused = ask("early", path, body)
+        assert error_of(refused) == (403, "forbidden")
+
+
+def test_a_malformed_name_is_refused_by_the_command(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    refused = cloze_here("keys", "add", "a", "--file", str(file), "--model", "../stars")
+    assert (refused.exit_code, file.exists()) == (2, False)

@@ -10,7 +10,7 @@ from fastapi.testclient import TestClient
 
 from cloze.export.publish import export
 from cloze.model_store import Store
-from cloze.service.errors import ReloadRefused, StartupError
+from cloze.service.errors import ReloadRefused
 from cloze.service.http.keys import Keys
 from cloze.service.http.record import Callers
 from cloze.service.service import single_process
@@ -99,23 +99,3 @@ def test_a_reload_keeps_aliases_or_is_refused(tmp_path: Path, checkpoints: dict[
         with pytest.raises(ReloadRefused, match="alias org/next: no model 'own@1' is served"):
             client.portal.call(service.reload)
         assert client.get(f"/v1/models/{ALIAS}").json()["id"] == "own@1"
-
-
-@pytest.mark.parametrize(
-    ("aliases", "message"),
-    [
-        ("bert", "'bert' is not ALIAS=NAME"),
-        ("a b=bert", "'a b=bert' is not ALIAS=NAME"),
-        ("a=bert,a=distilbert", "the alias 'a' has two models"),
-        ("a=x", r"alias a: no model 'x' is served \(there: bert, "),
-        ("a=bert,b=a", "alias b: no model 'a' is served"),
-        ("bert=distilbert", "alias bert: a served model has this name"),
-    ],
-)
-@pytest.mark.usefixtures("no_variables")
-def test_a_wrong_alias_stops_the_start(
-    tiny_store: Path, monkeypatch: pytest.MonkeyPatch, aliases: str, message: str
-) -> None:
-    monkeypatch.setenv("CLOZE_ALIAS", aliases)
-    with pytest.raises(StartupError, match=message):
-        single_process(load_settings({"model_store": tiny_store}), lambda *_: FakeEngine())

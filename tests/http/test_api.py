@@ -45,7 +45,7 @@ REQUESTS: dict[str, Any] = {
     "/tokenize": {"inputs": "the king"},
     "/v1/embeddings": {"input": "the king", "model": "distilbert"},
 }
-IDENTITY = re.compile(r'"id":"[^"]*",')
+IDENTITY = re.compile(r'"id":"[^"]*",|"created":\d+,')
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
 
 

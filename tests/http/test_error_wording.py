@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.support.refusals import check_table
+from tests.support.refusals import check_shape, check_table
 from tests.support.serving import Server
 
 WORDING = Path(__file__).with_name("error-wording.txt")
@@ -28,6 +28,7 @@ def error(server: Server, request: str) -> str:
     assert response.headers["content-type"] == "application/json"
     assert response.headers["x-request-id"]
     answer = response.json()
+    check_shape(path, answer)
     found = answer.get("error", answer.get("message"))
     message = found if isinstance(found, str) else found["message"]
     assert len(message) < 500, "an error does not repeat what was sent"

@@ -8,17 +8,13 @@ from typing import Any
 import httpx
 import pytest
 import transformers
-from click.testing import CliRunner
 from huggingface_hub import InferenceClient
 from transformers import AutoTokenizer, PreTrainedModel
 
-from cloze.cli import cli
-from cloze.client import Client
 from cloze.export.publish import export
 from cloze.model_store import Store
 from tests.support import tiny
 from tests.support.faulty import assert_close
-from tests.support.refusals import error_of
 from tests.support.serving import Server, running_server
 
 LIMIT = 160
@@ -159,12 +155,6 @@ def test_scores_of_own_labels_are_those_of_transformers(
         assert_close(answer, [{"label": label, "score": score} for label, score in pairs])
 
 
-def test_own_labels_need_a_model_of_inferences(server: Server) -> None:
-    body = {"inputs": "a", "parameters": {"candidate_labels": ["b"]}, "model": "single"}
-    answer = httpx.post(f"{server.url}/zero-shot-classification", json=body)
-    assert error_of(answer) == (424, "task_not_supported")
-
-
 def test_the_released_client_of_hugging_face_reads_answers(server: Server) -> None:
     """The client names no model: the first one that has the task answers."""
 
@@ -186,17 +176,3 @@ def test_the_released_client_of_hugging_face_reads_answers(server: Server) -> No
     for asked in (client(route), InferenceClient(base_url=server.url)):
         answer = asked.zero_shot_classification(TEXTS[0], CANDIDATES, multi_label=True)
         assert_close([{"label": row.label, "score": row.score} for row in answer], expected)
-
-
-def test_our_client_and_the_command_ask_for_own_labels(server: Server) -> None:
-    route, texts = "zero-shot-classification", TEXTS[:2]
-    expected = ask(server, f"/{route}", "last", texts, candidate_labels=CANDIDATES).json()
-    with Client(server.url) as client:
-        labels = client.zero_shot_classification(texts, CANDIDATES)
-    assert [[(one.label, one.score) for one in text] for text in labels] == [
-        [(row["label"], row["score"]) for row in text] for text in expected
-    ]
-    flags = [flag for label in CANDIDATES for flag in ("--label", label)]
-    asked = CliRunner().invoke(cli, ["ask", route, *texts, *flags, "--url", server.url])
-    assert asked.exit_code == 0, asked.output
-    assert expected[0][0]["label"] in asked.output

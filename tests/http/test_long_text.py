@@ -1,22 +1,26 @@
 """Long texts: refused, cut or divided, on every route; and what of a text was used."""
 
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import torch
-from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from tests.support.refusals import error_of
+from tests.support.route_service import Service
 from tests.support.serving import Server
+from tests.support.tensor_requests import tensor
 
 LIMIT = 160  # tokens that the tiny models read
 LONG = "the king was red . " * 40  # 200 tokens
-PAIR = {"text": LONG, "next": "a moon"}
-QUESTION = {"question": "who was red", "context": LONG}
-SHORT = "the king was red ."
+INPUTS: dict[str, Any] = {
+    **dict.fromkeys(("/embed", "/embed_all", "/embed_sparse", "/score", "/classify"), LONG),
+    "/token-classification": LONG,
+    "/similarity": {"source_sentence": "the king", "sentences": [LONG]},
+    "/fill-mask": "[MASK] " + LONG,
+    "/nsp": {"text": LONG, "next": "a moon"},
+    "/qa": {"question": "who was red", "context": LONG},
+}
 
 
 def ask(server: Server, route: str, inputs: Any, **parameters: Any) -> httpx.Response:
@@ -24,21 +28,6 @@ def ask(server: Server, route: str, inputs: Any, **parameters: Any) -> httpx.Res
     at_root = route in ("/embed", "/embed_all", "/embed_sparse")
     body |= parameters if at_root else {"parameters": parameters}
     return httpx.post(server.url + route, json=body, timeout=60)
-
-
-INPUTS: dict[str, Any] = {
-    "/embed": LONG,
-    "/embed_all": LONG,
-    "/embed_sparse": LONG,
-    "/similarity": {"source_sentence": SHORT, "sentences": [LONG]},
-    "/fill-mask": "[MASK] " + LONG,
-    "/nsp": PAIR,
-    "/qa": QUESTION,
-    "/score": LONG,
-    "/classify": LONG,
-    "/token-classification": LONG,
-}
-WINDOWS = ("/embed", "/fill-mask", "/qa", "/score", "/classify", "/token-classification")
 
 
 @pytest.mark.parametrize("route", INPUTS)
@@ -56,37 +45,23 @@ def test_every_route_refuses_cuts_and_reports(every_task: Server, route: str) ->
     assert cut.json()["result"] == plain.json()
 
 
-@pytest.mark.parametrize("route", INPUTS)
-def test_windows_are_for_routes_that_can_join_them(every_task: Server, route: str) -> None:
-    divided = ask(every_task, route, INPUTS[route], long_text="window", return_usage=True)
-    if route not in WINDOWS:
-        assert error_of(divided) == (422, "invalid_body")
-        return
-    assert divided.status_code == 200, divided.text
-    [usage] = divided.json()["usage"]
-    if route in ("/embed", "/qa", "/classify", "/token-classification"):
-        assert divided.headers["x-truncated"] == "0"
-        assert usage["used"] == usage["tokens"]
-        windows = usage["windows"]
-        assert windows[0][0] == 0
-        assert windows[-1][1] == len(LONG.rstrip())
-        assert all(one[1] > other[0] for one, other in pairwise(windows))
+CUT = "war a b c d e f g h i j k l"
+"""The engine of `route_service` fails on the first word."""
 
 
-@torch.no_grad()
-def test_a_long_text_is_scored_token_by_token_in_its_middle(
-    every_task: Server, checkpoints: dict[str, Path]
+@pytest.mark.parametrize(
+    ("path", "body", "left"),
+    [
+        ("/similarity", {"inputs": {"source_sentence": "a", "sentences": [CUT]}}, {}),
+        ("/rerank", {"query": "a", "texts": [CUT]}, {"truncation_direction": "left"}),
+        ("/v1/embeddings", {"input": CUT, "model": "tiny"}, {"truncate": "START"}),
+        ("/v2/models/tiny.embed/infer", {"inputs": [tensor("text", CUT)]}, {}),
+    ],
+)
+def test_every_protocol_cuts_the_end_that_is_asked_for(
+    tmp_path: Path, path: str, body: dict[str, Any], left: dict[str, Any]
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(checkpoints["bert"])
-    model = AutoModelForMaskedLM.from_pretrained(checkpoints["bert"]).eval()
-    answer = ask(every_task, "/score", LONG, long_text="window").json()
-    ids = tokenizer(LONG, add_special_tokens=False)["input_ids"]
-    assert len(answer["tokens"]) == len(ids) == 200
-    for position in (0, 79, 100, 199):
-        first = min(max(position - 79, 0), 200 - 158)
-        part = [tokenizer.cls_token_id, *ids[first : first + 158], tokenizer.sep_token_id]
-        part[position - first + 1] = tokenizer.mask_token_id
-        logits = model(torch.tensor([part])).logits[0, position - first + 1]
-        expected = logits.log_softmax(0)[ids[position]].item()
-        found = answer["tokens"][position]["log_probability"]
-        assert found == pytest.approx(expected, abs=1e-3)
+    left = left or {"parameters": {"truncation_direction": "left"}}
+    with Service(tmp_path) as service:
+        assert service.post(path, body).status_code == 500
+        assert service.post(path, body | left).status_code == 200

@@ -1,7 +1,5 @@
 """OpenAI's embeddings protocol: its released client reads our answers and our errors."""
 
-import asyncio
-
 import httpx
 import numpy as np
 import openai
@@ -13,10 +11,6 @@ from tests.support.serving import Server
 @pytest.fixture
 def client(server: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30)
-
-
-def embed(server: Server, **body: object) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/embeddings", json={"model": "bert"} | body, timeout=30)
 
 
 def test_the_client_gets_the_vectors_of_embed(server: Server, client: openai.OpenAI) -> None:
@@ -38,18 +32,6 @@ def test_a_model_is_described(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         client.models.retrieve("nobody")
     assert caught.value.code == "model_not_found"
-
-
-def test_the_asynchronous_client_works_too(server: Server) -> None:
-    async def ask() -> list[float]:
-        url = f"{server.url}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            assert (await client.models.retrieve("bert@1")).owned_by == "cloze"
-            answer = await client.embeddings.create(model="bert", input="the king")
-            return answer.data[0].embedding
-
-    expected = embed(server, input="the king").json()["data"][0]["embedding"]
-    assert asyncio.run(ask()) == pytest.approx(expected, abs=1e-6)
 
 
 def test_the_client_raises_what_it_should(client: openai.OpenAI) -> None:

@@ -9,7 +9,6 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.support.refusals import error_of
 from tests.support.route_service import CLASSIFIER, EMBEDDER, Service
 
 TAGS = {"token_classification": {"labels": ["O", "B-X", "I-X", "B-Y"]}}
@@ -95,42 +94,15 @@ def test_vectors_of_tokens_as_bytes(service: Service) -> None:
     assert numbers.tolist() == np.concatenate(pooled(service)).tolist()
 
 
-@pytest.mark.parametrize(
-    ("fields", "status", "code", "message"),
-    [
-        ({"task": "plugin"}, 424, "task_not_supported", "Task plugin is not supported by any"),
-        (
-            {"task": "classify", "model": "small"},
-            424,
-            "task_not_supported",
-            "Task classify is not supported by the model small@1, which does embed",
-        ),
-        ({"model": "small"}, 424, "task_not_supported", "Task score is not supported"),
-        ({"task": "fly"}, 400, "invalid_body", "task: Input should be 'embed'"),
-        ({"model": "x"}, 404, "model_not_found", "no model 'x' is served"),
-        ({"input": ["the", ""]}, 400, "empty_input", "input[1] is empty"),
-        ({"input": ["a"] * 257, "encoding_format": "bytes"}, 400, "invalid_value", "encoding_f"),
-        ({"input": [5], "model": "tags"}, 400, "invalid_value", "input has token ids"),
-        (
-            {"model": "tags", "truncate_prompt_tokens": 5},
-            400,
-            "invalid_value",
-            "truncate_prompt_tokens is not served for token_classify",
-        ),
-        ({"task": "embed", "dimensions": 9}, 400, "invalid_value", "dimensions"),
-        ({"dimensions": 2}, 400, "invalid_value", "dimensions is not for embed-all; leave it out"),
-        ({"use_activation": True}, 400, "invalid_value", "use_activation is not for embed-all"),
-    ],
-)
-def test_refusals(
-    service: Service, fields: dict[str, Any], status: int, code: str, message: str
-) -> None:
-    response = service.post("/pooling", {"input": "the"} | fields)
-    assert error_of(response) == (status, code)
-    error = response.json()["error"]
-    assert error["message"].startswith(message)
-    assert error["type"] == ("NotFoundError" if status == 404 else "BadRequestError")
-    assert error["code"] == status
+def test_refusals_name_their_type_and_status(service: Service) -> None:
+    """`error-wording.txt` has what is refused."""
+    for fields, status, kind in (
+        ({"model": "x"}, 404, "NotFoundError"),
+        ({"task": "plugin"}, 424, "BadRequestError"),
+        ({"task": "fly"}, 400, "BadRequestError"),
+    ):
+        error = service.post("/pooling", {"input": "the"} | fields).json()["error"]
+        assert (error["code"], error["type"]) == (status, kind)
 
 
 def test_rows_of_scores_have_the_limit_of_results(service: Service) -> None:

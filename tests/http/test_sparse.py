@@ -10,7 +10,6 @@ import httpx
 import pytest
 from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder.modules import MLMTransformer, SpladePooling
-from tokenizers import Tokenizer
 
 from cloze.export.errors import ExportError
 from cloze.export.load.checkpoint import load_checkpoint
@@ -94,23 +93,3 @@ def test_another_pooling_is_refused(
     config.write_text(json.dumps(json.loads(config.read_text()) | {name: value}))
     with pytest.raises(ExportError, match=name):
         load_checkpoint(str(folder))
-
-
-def test_the_length_and_the_case_of_the_tuning_are_kept(
-    oracles: dict[str, Path], tmp_path: Path
-) -> None:
-    """As splade-cocondenser-ensembledistil, whose tuning read 256 of 512 tokens."""
-    folder = shutil.copytree(oracles["bert"], tmp_path / "copy")
-    for name, changes in (
-        ("sentence_bert_config.json", {"max_seq_length": 40, "do_lower_case": True}),
-        ("tokenizer_config.json", {"do_lower_case": False}),
-    ):
-        (file,) = folder.rglob(name)
-        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    encoder = SparseEncoder(str(folder), device="cpu")
-    bundle = export(str(folder), "s", Store(tmp_path / "store"), ExportOptions(tasks=("sparse",)))
-    assert bundle.manifest.limits.max_tokens == encoder.max_seq_length == 40
-    tokens = Tokenizer.from_file(str(bundle.file(bundle.manifest.tokenizer.file)))
-    for text in ("The KING", "Paris is red"):
-        assert tokens.encode(text).ids == encoder.tokenizer(text)["input_ids"]
-        assert tokens.encode(text).ids == tokens.encode(text.lower()).ids

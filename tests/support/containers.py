@@ -16,6 +16,7 @@ import httpx
 import pytest
 from filelock import FileLock
 
+from tests.support.command import call
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -47,15 +48,6 @@ def podman() -> str:
     if Path(program).name != "podman":
         pytest.skip("podman is not installed: docker plays no pods")
     return program
-
-
-def call(
-    *words: str, check: bool = True, timeout: float = 120
-) -> "subprocess.CompletedProcess[str]":
-    """Run a command; fail with its output if it fails."""
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=timeout)
-    assert not check or done.returncode == 0, f"{' '.join(words)}\n{done.stdout}{done.stderr}"
-    return done
 
 
 def build(target: str, *options: str, file: str = "Dockerfile", timeout: float = 1500) -> str:

@@ -2,11 +2,12 @@
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
+
+from tests.support.loopback import Handler, serving, url_of
 
 COMMIT = "86b5e0934494bd15c9632b12f734a8a67f723594"
 
@@ -21,10 +22,10 @@ class FakeHub(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        return url_of(self)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     server: FakeHub
 
     def do_HEAD(self) -> None:
@@ -51,34 +52,19 @@ class _Handler(BaseHTTPRequestHandler):
                 data = self.server.files[name]
                 return self._answer(200, data, etag=hashlib.sha256(data).hexdigest())
         missing = "RevisionNotFound" if "/tiny/bert" in path else "RepoNotFound"
-        return self._answer(404, b'{"error": "not found"}', error=missing)
+        return self._answer(404, b'{"error": "not found"}', x_error_code=missing)
 
-    def _answer(self, status: int, data: bytes, etag: str = "x", error: str = "") -> None:
-        self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(data)))
-        self.send_header("etag", f'"{etag}"')
-        self.send_header("x-repo-commit", COMMIT)
-        if error:
-            self.send_header("x-error-code", error)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        pass
+    def _answer(self, status: int, data: bytes, etag: str = "x", **headers: str) -> None:
+        known = {"content_type": "application/json", "etag": f'"{etag}"', "x_repo_commit": COMMIT}
+        self.answer(status, data, **known, **headers)
 
 
 @contextmanager
 def running_hub(checkpoint: Path) -> Iterator[FakeHub]:
     """Serve a checkpoint and files that must not be downloaded."""
-    with FakeHub(checkpoint) as hub:
+    with serving(FakeHub(checkpoint)) as hub:
         hub.files["README.md"] = b"---\nlicense: apache-2.0\n---\n"
         hub.files["pytorch_model.bin"] = b"must not be downloaded: there is a safer form"
         hub.files["tf_model.h5"] = b"neither"
         hub.files["adapter_model.safetensors"] = b"nor this"
-        thread = threading.Thread(target=hub.serve_forever)
-        thread.start()
         yield hub
-        hub.shutdown()
-        thread.join()

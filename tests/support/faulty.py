@@ -74,17 +74,19 @@ def wait_for_run(server: Server, word: str, count: int = 1) -> None:
     wait_until(lambda: sum(line in logged for logged in server.log) >= count)
 
 
-def assert_close(actual: Any, expected: Any) -> None:
+def assert_close(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    """Compare answers, whose numbers may differ by rounding."""
+    assert isinstance(actual, type(expected))
     if isinstance(expected, dict):
         assert actual.keys() == expected.keys()
         for key in expected:
-            assert_close(actual[key], expected[key])
+            assert_close(actual[key], expected[key], tolerance)
     elif isinstance(expected, list):
         assert len(actual) == len(expected)
         for one, other in zip(actual, expected, strict=True):
-            assert_close(one, other)
+            assert_close(one, other, tolerance)
     elif isinstance(expected, float):
-        assert actual == pytest.approx(expected, abs=1e-5)
+        assert actual == pytest.approx(expected, abs=tolerance)
     else:
         assert actual == expected
 

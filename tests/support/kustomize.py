@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import mkdtemp
@@ -10,6 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from tests.support.command import call
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,10 +33,7 @@ def rendered(folder: Path, overlay: str, components: Sequence[str]) -> list[Obje
         "components": [f"../k8s/components/{name}" for name in components],
     }
     (mine / "kustomization.yaml").write_text(yaml.safe_dump(body))
-    done = subprocess.run(
-        ["kubectl", "kustomize", str(mine)], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, (overlay, components, done.stderr)
+    done = call("kubectl", "kustomize", str(mine), timeout=60)
     return list(yaml.safe_load_all(done.stdout))
 
 

@@ -1,20 +1,20 @@
 """Servers on loopback that speak as much of S3 and of plain HTTP as reading a model needs."""
 
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager
+from http.server import ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
+
+from tests.support.loopback import Handler, serving, url_of
 
 
 class ObjectStore(ThreadingHTTPServer):
     """Serves objects by their path, ``/bucket/key``, and lists those of a bucket as S3 does."""
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
-        super().__init__((host, 0), _Handler)
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
         self.objects: dict[str, bytes] = {}
         self.asked: list[str] = []
         self.truncates = False
@@ -26,7 +26,7 @@ class ObjectStore(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        return url_of(self)
 
     @property
     def s3(self) -> dict[str, str]:
@@ -40,7 +40,7 @@ class ObjectStore(ThreadingHTTPServer):
         }
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     server: ObjectStore
     protocol_version = "HTTP/1.1"
 
@@ -89,18 +89,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(data[: len(data) // 2] if self.server.truncates else data)
             self.close_connection = self.server.truncates
 
-    def log_message(self, *_: object) -> None:
-        pass
 
-
-@contextmanager
-def running_object_store(host: str = "127.0.0.1") -> Iterator[ObjectStore]:
+def running_object_store() -> AbstractContextManager[ObjectStore]:
     """Run a store on a free port."""
-    with ObjectStore(host) as store:
-        thread = threading.Thread(target=store.serve_forever)
-        thread.start()
-        try:
-            yield store
-        finally:
-            store.shutdown()
-            thread.join()
+    return serving(ObjectStore())

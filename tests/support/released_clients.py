@@ -2,13 +2,14 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from uv import find_uv_bin
+
+from tests.support.command import call
 
 CLIENTS = Path(__file__).parents[1] / "clients"
 
@@ -22,7 +23,7 @@ QUIET = {
 
 
 def install(*command: str, cwd: Path | None = None) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd)
+    done = call(*command, check=False, cwd=cwd)
     if done.returncode:
         lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
         pytest.skip(
@@ -45,7 +46,6 @@ def run(program: str, lock: str, folder: Path, *arguments: str) -> dict[str, Any
 
 
 def printed(command: list[str]) -> dict[str, Any]:
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | QUIET)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = call(*command, env=os.environ | QUIET)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

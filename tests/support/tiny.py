@@ -45,25 +45,6 @@ CLASSES = {
 }
 
 
-SHAPES: dict[str, list[dict[str, object]]] = {
-    "bert": [
-        {},
-        {"hidden_size": 96, "num_attention_heads": 3, "num_hidden_layers": 4},
-        {"hidden_act": "gelu_new"},
-        {"hidden_act": "relu"},
-    ],
-    "bert-qa": [{}],
-    "distilbert": [{}, {"dim": 48, "n_heads": 2, "n_layers": 3}, {"activation": "relu"}],
-    "distilbert-qa": [{}],
-}
-"""What a graph must be right for, whatever its layout: kinds, sizes, activations."""
-
-
-def name_of(kind: str, sizes: dict[str, object]) -> str:
-    """Of a case, for pytest."""
-    return f"{kind}-{'-'.join(map(str, sizes.values())) or 'tiny'}"
-
-
 def make_model(kind: str, seed: int = 0, **sizes: object) -> PreTrainedModel:
     """A random model whose weights are large enough for its outputs to differ from text to text."""
     model = CLASSES[kind](config(kind.split("-")[0], **sizes))

@@ -159,37 +159,6 @@ def xlm_roberta(parsed: Any) -> Tokenizer:
     return like_roberta(marked(parsed, [*special, *pieces[3:], ("<mask>", 0.0)], [], ENDS, 3), 0, 2)
 
 
-def camembert(parsed: Any) -> Tokenizer:
-    pieces = [(piece.piece, piece.score) for piece in parsed.pieces]
-    special = [("<s>NOTUSED", 0.0), ("<pad>", 0.0), ("</s>NOTUSED", 0.0), ("<unk>", 0.0)]
-    unused = [("<unk>NOTUSED", -100.0)]
-    rows = [*special, *unused, *pieces[1:], ("<mask>", 0.0)]
-    return like_roberta(marked(parsed, rows, [], ENDS, 3), 5, 6)
-
-
-def albert(parsed: Any) -> Tokenizer:
-    rows = [
-        (p.piece, p.score - 100 if p.piece[-2:-1].isdigit() and p.piece[-1:] == "," else p.score)
-        for p in parsed.pieces
-    ]
-    steps = [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
-    steps += [normalizers.NFKD(), normalizers.StripAccents(), normalizers.Lowercase()]
-    once = [normalizers.Replace(Regex(" {2,}"), " ")]
-    tokenizer = marked(parsed, rows, steps, once, parsed.trainer_spec.unk_id)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.WhitespaceSplit(), tokenizer.pre_tokenizer]
-    )
-    names = [AddedToken(t, special=True, normalized=False) for t in ("[CLS]", "[SEP]", "<unk>")]
-    names.insert(0, AddedToken("[MASK]", special=True, normalized=False, lstrip=True))
-    tokenizer.add_special_tokens(names)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS]:0 $A:0 [SEP]:0",
-        pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", 1), ("[SEP]", 2)],
-    )
-    return tokenizer
-
-
 def deberta(parsed: Any) -> Tokenizer:
     rows = [(piece.piece, piece.score) for piece in parsed.pieces]
     once = [normalizers.Replace(Regex(" {2,}"), " ")]
@@ -219,8 +188,6 @@ KINDS: dict[str, Kind] = {
     "bytes-undivided": from_json(lambda: undivided(byte_level(), use_regex=False)),
     "unigram-undivided": from_json(lambda: undivided(unigram(splits_first=False), split=False)),
     "xlm-roberta": sentencepiece("unigram", "sentencepiece.bpe.model", "xlm-roberta", xlm_roberta),
-    "camembert": sentencepiece("unigram", "sentencepiece.bpe.model", "camembert", camembert),
-    "albert": sentencepiece("brackets", "spiece.model", "albert", albert),
     "deberta": sentencepiece("brackets", "spm.model", "deberta-v2", deberta),
 }
 

@@ -1,21 +1,16 @@
 """Builds wheels of the project."""
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.support.command import call
 
 NOT_SOURCE = shutil.ignore_patterns(".*", "build", "dist", "runs", "*.egg-info", "__pycache__")
 
 
 def pip(*arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "--quiet", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    call(sys.executable, "-m", "pip", "--quiet", *arguments)
 
 
 def build(source: Path, folder: Path) -> Path:

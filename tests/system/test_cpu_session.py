@@ -1,6 +1,5 @@
 """Batches that run alone use all cores, with the same results and the same weights in memory."""
 
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +13,7 @@ from cloze.service.engine.session import CpuSession, cpu_session, temporary_fold
 from cloze.service.errors import StartupError
 from cloze.service.models.served_models import onnx_engine
 from cloze.service.settings import load_settings
+from tests.support.command import call
 
 WIDTH, PRODUCTS = 1024, 8
 WEIGHTS_MB = PRODUCTS * WIDTH * WIDTH * 4 / 2**20
@@ -85,9 +85,7 @@ for each in (getattr(session, "alone", session), session):
     each.run(["x{PRODUCTS}"], {{"x0": np.ones((2, {WIDTH}), np.float32)}})
 print(private() - before)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
+    done = call(sys.executable, "-c", code, timeout=60)
     return float(done.stdout)
 
 

@@ -1,11 +1,11 @@
 """What a server process has in memory, asked of a fresh interpreter."""
 
 import json
-import subprocess
 import sys
 
 import httpx
 
+from tests.support.command import call
 from tests.support.serving import running_server
 
 HEAVY = ["torch", "transformers", "onnx", "safetensors", "huggingface_hub", "sentence_transformers"]
@@ -16,11 +16,8 @@ LATER = ["fastapi", "opentelemetry", "psutil", "msgspec", "rich", "cloze.client"
 
 
 def modules_after(code: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}\nimport sys, json\nprint(json.dumps(sorted(sys.modules)))"],
-        capture_output=True,
-        text=True,
-        check=True,
+    done = call(
+        sys.executable, "-c", f"{code}\nimport sys, json\nprint(json.dumps(sorted(sys.modules)))"
     )
     return json.loads(done.stdout)
 

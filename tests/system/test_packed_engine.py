@@ -22,12 +22,10 @@ from cloze.service.core import Device, RequestedPrecision
 from cloze.service.engine.onnx_engine import OnnxEngine
 from cloze.service.engine.session import DeviceSession, Session, cpu_session
 from cloze.service.errors import StartupError
-from cloze.service.models.served_models import batch_tokens
 from cloze.service.service import single_process
 from cloze.service.settings import load_settings
 from tests.conftest import has_gpu
 from tests.support import encodings
-from tests.support.fake_engine import FakeEngine
 from tests.support.faulty import numbers
 
 
@@ -207,21 +205,3 @@ def test_the_way_to_a_device_gives_what_the_session_gives(model: str, tiny_store
 
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(check, range(120)))
-
-
-class LittleMemory(FakeEngine):
-    """An engine whose memory ends at so many tokens of a batch."""
-
-    supports_varlen = True
-
-    def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
-        if sum(len(encoding) for encoding in batch) > 4096:
-            raise RuntimeError("out of memory")
-        return []
-
-
-def test_a_batch_that_was_asked_for_and_does_not_fit_stops_the_start(tiny_store: Path) -> None:
-    bundle, engine = Store(tiny_store).open("bert"), LittleMemory()
-    assert batch_tokens(bundle, engine, load_settings({"max_batch_tokens": 4096})) == 4096
-    with pytest.raises(StartupError, match="does not run the largest batch of the 8192 tokens"):
-        batch_tokens(bundle, engine, load_settings({"max_batch_tokens": 8192}))

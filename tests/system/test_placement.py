@@ -4,7 +4,6 @@ Needs onnxruntime-gpu, g++ and CUDA's headers, but no GPU. What kernels compute 
 """
 
 import json
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from cloze.model_store import Store
 from tests.fake_cuda.build import build
+from tests.support.command import call
 
 pytestmark = pytest.mark.gpu
 
@@ -46,8 +46,7 @@ def test_every_node_is_cudas_and_every_launch_is_possible(
     name: str, packed_store: Path, libraries: Path
 ) -> None:
     command = [sys.executable, "-m", "tests.fake_cuda.run", str(libraries), str(packed_store), name]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170)
-    assert done.returncode == 0, done.stderr
+    done = call(*command, timeout=170)
     found = json.loads(done.stdout)
     layers = Store(packed_store).open(name).manifest.architecture.layers
     assert {placed.split()[0] for placed in found["placed"]} == {"CUDAExecutionProvider"}

@@ -79,6 +79,17 @@ def test_1_a_hung_run_costs_only_its_own_request(tiny_store: Path) -> None:
         assert httpx.get(f"{server.url}/healthz").status_code == 200
 
 
+def test_1_a_request_may_state_its_time_limit(tiny_store: Path) -> None:
+    with one_process(tiny_store) as server:
+        started = time.monotonic()
+        headers = {"x-request-timeout-ms": "300"}
+        answer = httpx.post(f"{server.url}/embed", json={"inputs": "river"}, headers=headers)
+        assert error_of(answer) == (504, "timeout")
+        assert 0.25 < time.monotonic() - started < 2.5
+        wait_for_run(server, "river")
+        assert embed(server, "walk").status_code == 200
+
+
 def test_1_a_full_queue_is_each_clients_own_error(tiny_store: Path) -> None:
     with (
         one_process(
@@ -235,38 +246,6 @@ def test_4_requests_outlive_a_killed_engine_process(tiny_store: Path) -> None:
         assert httpx.get(f"{server.url}/readyz").status_code == 200
 
 
-def stopped_engine(server: Server) -> int:
-    """Kill the engine process, stop the one that replaces it, and return that one's process id."""
-    (killed,) = children(server.process.pid, "engine-0")
-    os.kill(killed, signal.SIGKILL)
-    until(lambda: httpx.get(f"{server.url}/readyz"), 503)
-    wait_until(lambda: children(server.process.pid, "engine-0") not in ([], [killed]))
-    (engine,) = children(server.process.pid, "engine-0")
-    os.kill(engine, signal.SIGSTOP)
-    return engine
-
-
-def timed_embed(server: Server, word: str, limit_ms: int) -> httpx.Response:
-    headers = {"x-request-timeout-ms": str(limit_ms)}
-    return httpx.post(f"{server.url}/embed", json={"inputs": word}, headers=headers, timeout=60)
-
-
-@pytest.mark.slow
-def test_4_a_drain_ends_in_its_time_without_an_engine(tiny_store: Path) -> None:
-    with (
-        front_ends(tiny_store, CLOZE_SHUTDOWN_GRACE_MS="1000") as server,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        stopped_engine(server)
-        waiting = pool.submit(timed_embed, server, "paris", 50_000)
-        wait_until(lambda: metric(server, "cloze_requests_in_flight") > 1)  # one of them asks this
-        began = time.monotonic()
-        server.process.send_signal(signal.SIGTERM)
-        assert error_of(waiting.result()) == (503, "shutting_down")
-        server.process.wait(20)
-        assert time.monotonic() - began < 15
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["engine-0", "frontend-0"])
 def test_4_a_process_that_hangs_is_replaced(tiny_store: Path, name: str) -> None:
@@ -362,6 +341,36 @@ def test_7_a_request_of_several_rounds_gets_them_all(tiny_store: Path) -> None:
         assert rounds.result().status_code == 200, rounds.result().text
         assert len(rounds.result().json()[0]["tokens"]) == 4
         assert waiting.result().status_code == 200
+
+
+def test_4_a_class_is_stated_and_a_lost_device_is_noticed(tiny_store: Path) -> None:
+    with one_process(tiny_store, CLOZE_CANARY_INTERVAL_MS="200") as server:
+        for route in ("/embed", "/v1/embeddings", "/v2/models/bert.embed/infer"):
+            wrong = httpx.post(
+                f"{server.url}{route}", json={}, headers={"x-request-class": "bulky"}
+            )
+            assert wrong.status_code in (400, 422)
+            assert "x-request-class: bulk, or no such header, got 'bulky'" in wrong.text
+        with Client(server.url, bulk=True) as client, Client(server.url) as plain:
+            assert client.embed("walk").tolist() == plain.embed("walk").tolist()
+        wait_until(lambda: metric(server, r'cloze_request_classes_total\{class="bulk"\}') == 1)
+        durations = (
+            r'cloze_request_duration_seconds_count\{model="bert",route="/embed",version="1"\}'
+        )
+        assert metric(server, durations) == 1, "the latency of bulk requests rings no alert"
+        canaries = r'cloze_batches_total\{filled="canary",model="bert",version="1"\}'
+        wait_until(lambda: metric(server, canaries) > 1)
+        assert embed(server, "world").status_code == 200
+        wait_until(lambda: not is_ready(server.url))
+        reason = "it could not repeat its golden outputs while idle (RuntimeError)"
+        wait_until(lambda: any(reason in line for line in server.log))
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/readyz").status_code == 200
+    except httpx.TransportError:  # a single process has ended
+        return False
 
 
 def test_4_nobody_outlives_the_supervisor(tiny_store: Path) -> None:

@@ -7,12 +7,11 @@ import re
 import shutil
 import signal
 import ssl
-import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -24,6 +23,7 @@ from cloze.model_store import Store
 from cloze.model_store.locations import DEFAULT_ROOT
 from tests.support.certificates import make_certificate
 from tests.support.crafted import read_body, seal
+from tests.support.faulty import FAULTY, wait_for_run
 from tests.support.serving import Server, children, running_server
 from tests.support.waiting import wait_until
 
@@ -163,23 +163,16 @@ def test_a_model_that_is_kept_although_a_newer_one_exists_has_a_reason(
         wait_until(lambda: any(f"kept bert@1 ({reason})" in line for line in server.log))
 
 
-@contextmanager
-def faulty(store: Store, **settings: str) -> Iterator[Server]:
-    """Run a server in which a request with "river" takes 1.5 s."""
-    command = (sys.executable, "-m", "tests.support.faulty_server")
-    with running_server(store.root, command=command, **settings) as server:
-        yield server
-
-
 def test_a_third_snapshot_waits_for_the_first(
     store: Store, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     """A request for a reload is refused at once; a signal is remembered."""
-    with faulty(store, **keys_in(tmp_path)) as server, ThreadPoolExecutor() as threads:
+    starting = running_server(store.root, command=FAULTY, **keys_in(tmp_path))
+    with starting as server, ThreadPoolExecutor() as threads:
         publish_other(store, checkpoints)
         asked = {"json": {"inputs": "river"}, "headers": HEADERS, "timeout": 30}
         slow = threads.submit(httpx.post, f"{server.url}/embed", **asked)
-        wait_until(lambda: any("a run with river starts" in line for line in server.log))
+        wait_for_run(server, "river")
         assert ask(server).json()["added"] == ["bert@2"]
         refused = ask(server)
         assert (refused.status_code, refused.json()["code"]) == (409, "reload_refused")
@@ -259,12 +252,29 @@ def memory_mb(pid: int) -> float:
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private")) / 1024
 
 
-def test_a_bad_keys_file_refuses_the_reload(store: Store, tmp_path: Path) -> None:
-    setting = keys_in(tmp_path)
-    with running_server(store.root, **setting) as server:
-        assert httpx.post(f"{server.url}/admin/reload").status_code == 401
-        Path(setting["CLOZE_KEYS_FILE"]).write_text("[broken\n")
-        assert server.reload().startswith("nothing was reloaded")
+def test_keys_and_certificate_are_read_again_unless_they_cannot_be_used(
+    store: Store, tmp_path: Path
+) -> None:
+    files = make_certificate(tmp_path)
+    old = files.public.read_text()
+    tls = {"CLOZE_TLS_CERTIFICATE": str(files.public), "CLOZE_TLS_KEY": str(files.private)}
+    with running_server(store.root, **keys_in(tmp_path), **tls) as server:
+        host, port = server.url.removeprefix("https://").split(":")
+        assert httpx.post(f"{server.url}/admin/reload", verify=False).status_code == 401
+        make_certificate(tmp_path)
+        new = files.public.read_text()
+        server.reload()
+        for file, wrong in (
+            (tmp_path / "keys.toml", "[broken\n"),
+            (files.public, "nothing"),
+            (files.public, old),  # it does not fit the new key
+        ):
+            good = file.read_text()
+            file.write_text(wrong)
+            assert server.reload().startswith("nothing was reloaded"), wrong
+            file.write_text(good)
+        served = ssl.get_server_certificate((host, int(port)))
+        assert served.split() == new.split() != old.split()
 
 
 @pytest.mark.parametrize("front_ends", [0, 1])
@@ -283,31 +293,3 @@ def test_without_keys_no_request_reloads(
         assert "needs a roll of the replicas" in server.reload()
     assert httpx.post(f"{server.url}/embed", json={"inputs": "river"}).status_code == 200
     assert children(server.process.pid, "") == before
-
-
-def test_the_certificate_is_read_again(store: Store, tmp_path: Path) -> None:
-    """New connections get the new one; a broken one is refused, and no file stays open."""
-    first = make_certificate(tmp_path)
-    old = first.public.read_text()
-    tls = {"CLOZE_TLS_CERTIFICATE": str(first.public), "CLOZE_TLS_KEY": str(first.private)}
-    body = {"inputs": "a walk"}
-    with running_server(store.root, **tls) as server:
-        make_certificate(tmp_path)
-        new = first.public.read_text()
-        server.reload()
-        host, port = server.url.removeprefix("https://").split(":")
-
-        def served() -> str:
-            return ssl.get_server_certificate((host, int(port)))
-
-        assert served().split() == new.split() != old.split()
-        _, files = resources(server.process.pid)
-        for public in ("nothing", old):  # the old one does not fit the new key
-            first.public.write_text(public)
-            refused = server.reload()
-            assert refused.startswith("nothing was reloaded")
-            assert "or its key cannot be used" in refused
-            assert served().split() == new.split()
-        wait_until(lambda: resources(server.process.pid)[1] <= files + 1)  # a connection
-        with httpx.Client(verify=ssl.create_default_context(cadata=new)) as fresh:
-            assert fresh.post(f"{server.url}/embed", json=body).status_code == 200

@@ -6,7 +6,6 @@ The oracles are transformers and peft, which read what a run leaves, and torchru
 import json
 import random
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -35,7 +34,8 @@ from cloze.export.train.run_options import RunOptions, Schedule
 from cloze.model_store import Store
 from cloze.model_store.heads.sequence_classification import SequenceLabels
 from tests.support import fine_tuning
-from tests.support.family_checkpoints import WITHOUT_QUESTIONS, ids_of, ours, same, theirs
+from tests.support.command import call
+from tests.support.family_checkpoints import ids_of, ours, same, theirs
 from tests.support.fine_tuning import LORA, check_refused, held_out, invoke, save_source
 from tests.support.training import ACTS, PEOPLE, PLACES, write_questions
 
@@ -184,22 +184,6 @@ def test_a_command_learns(name: str, family: str, tmp_path: Path) -> None:
     assert case.figure in invoke(*again).output
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", [*FAMILIES, "modernbert of the mean"])
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_family_learns(name: str, family: str, tmp_path: Path) -> None:
-    """Each family's own class of transformers is trained, and the export computes the same."""
-    if name == "answers" and family in WITHOUT_QUESTIONS:
-        return
-    family, _, pooling = family.partition(" of the ")
-    case, settings = CASES[name], {"classifier_pooling": pooling} if pooling else {}
-    source = save_source(family, tmp_path / "source", **settings)
-    trained = run(name, source, tmp_path, recipe=one_epoch(name))
-    network = case.kind.from_pretrained(trained, attn_implementation="eager")
-    assert network.config.to_dict().items() >= settings.items()
-    check_equal(trained, case.head, network)
-
-
 def test_several_tasks_share_an_encoder_and_a_bundle(bert: Path, tmp_path: Path) -> None:
     write_tasks(tmp_path)
     ran = run_tasks(bert, tmp_path)
@@ -340,8 +324,7 @@ def test_two_processes_learn_as_one_with_twice_the_batches(bert: Path, tmp_path:
         arguments = ["train", "finetune-classify", bert, "--labelled", data, "--recipe", recipe]
         arguments += ["--out", tmp_path / name, "--threads", "1", "--device", "cpu"]
         command = [*start, "cloze", *map(str, arguments)]
-        ran = subprocess.run(command, capture_output=True, text=True)
-        assert ran.returncode == 0, ran.stderr
+        ran = call(*command)
         assert ran.stdout.count("curves in") == 1
     folders = [tmp_path / name for name in ("one", "two")]
     one, two = (load_file(each / "checkpoint/model.safetensors") for each in folders)
@@ -432,7 +415,7 @@ def test_files_of_rows_are_read_before_torch_is_imported(tmp_path: Path) -> None
     file = write_rows(tmp_path / "data.jsonl", BAD_ROWS[0][0])
     given = ["finetune-classify", "./nothing", "--labelled", file, "--out", tmp_path / "run"]
     command = [sys.executable, "-c", hidden, "train", *map(str, given)]
-    ran = subprocess.run(command, capture_output=True, text=True)
+    ran = call(*command, check=False)
     assert ran.stderr.startswith(f"cloze: {file}, line 21: needs either ")
     assert not (tmp_path / "run").exists()
 

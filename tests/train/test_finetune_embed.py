@@ -17,12 +17,11 @@ from safetensors.torch import load_file
 from scipy.stats import spearmanr
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize
-from transformers import AutoModelForMaskedLM, BertForPreTraining
+from transformers import AutoModelForMaskedLM
 
 from cloze.export.families import FAMILIES
 from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.measure.corpus import Corpus
-from cloze.export.measure.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.publish import export
 from cloze.export.train.batches import padded
 from cloze.export.train.embedding import (
@@ -36,7 +35,7 @@ from cloze.export.train.kept_embeddings import open_sentences
 from cloze.export.train.recipe import EmbedRecipe
 from cloze.model_store import Store
 from cloze.model_store.peft import read_files
-from tests.support import fine_tuning, tiny
+from tests.support import fine_tuning
 from tests.support.family_checkpoints import ids_of, ours, same, theirs
 from tests.support.fine_tuning import (
     LORA,
@@ -47,7 +46,7 @@ from tests.support.fine_tuning import (
     save_source,
     slow_but,
 )
-from tests.support.training import ACTS, PEOPLE, PLACES, quietly, write_pairs, write_stories
+from tests.support.training import ACTS, PEOPLE, PLACES, write_pairs, write_stories
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -156,30 +155,6 @@ def test_heads_are_kept_beside_the_embeddings(family: str, tmp_path: Path) -> No
 
 def _unit(rows: np.ndarray) -> np.ndarray:
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)
-
-
-@pytest.mark.slow
-def test_masked_text_keeps_the_heads_accurate(tmp_path: Path) -> None:
-    """With text, the heads for words and for pairs learn; without it, they stay as they are."""
-    source = tiny.save_checkpoint(tmp_path / "source", "bert")
-    figures = {}
-    for name, text in (("without", ""), ("with", f"text_weight = 1.0\n{TEXT}")):
-        trained = run(source, tmp_path / name, PAIRS + text + RATES)
-        _, info = BertForPreTraining.from_pretrained(trained, output_loading_info=True)
-        assert not info["missing_keys"]
-        subject = open_subject(str(trained), Store(tmp_path), torch.device("cpu"))
-        data = EvaluationData([tmp_path / name / "text.txt"], [], [], held_out=0.1, tokens=32)
-        figures[name] = evaluate(subject, data, tmp_path / name / "measured", quietly)
-    key = "fill_mask_token_perplexity"
-    assert figures["with"][key] < 0.5 * figures["without"][key]
-    before, without, after = (
-        load_file(each / "model.safetensors")
-        for each in (source, *(tmp_path / name / "run/checkpoint" for name in figures))
-    )
-    heads = {name for name in before if name.startswith("cls.")}
-    assert "cls.seq_relationship.weight" in heads
-    assert all(torch.equal(before[name], without[name]) for name in heads)
-    assert not any(torch.equal(before[name], after[name]) for name in heads)
 
 
 @pytest.mark.slow

@@ -95,29 +95,6 @@ def test_a_head_shares_the_encoder_of_a_bundle(bert: Path, tmp_path: Path) -> No
     assert head.source.encoder_sha256 == base.source.encoder_sha256
 
 
-DEVICE = ["--device", "cuda", "--again", "--json"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "give --name for a bundle, or --share and --out"),
-        (["--out", "x", "--precision", "int8"], "leave out --precision"),
-        (["--out", "x", *DEVICE], "leave out --device, --again, --json"),
-        (["--out", "x", "--task", "qa", "--task", "embed"], "one head: give --task once"),
-        (["--out", "x"], "none for labels, tags or answers"),
-        (["--out", "x", "--task", "fill-mask"], "fill-mask cannot be shared"),
-    ],
-)
-def test_a_head_that_cannot_be_shared_is_refused(
-    arguments: list[str], message: str, bert: Path, tmp_path: Path
-) -> None:
-    given = ["export", str(bert), "--share", "auto", "--model-store", str(tmp_path)]
-    ran = CliRunner().invoke(cli, [*given, *arguments])
-    assert ran.exit_code
-    assert message in " ".join(ran.output.split())
-
-
 @pytest.fixture
 def adapter(bert: Path, tmp_path: Path) -> Path:
     save_adapter(bert, tmp_path / "adapter")

@@ -386,32 +386,6 @@ def test_a_sentence_transformer_stays_one(
     assert {"fill-mask", "embed"} <= set(bundle.manifest.tasks)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("run", ["further", "student"])
-def test_embeddings_are_kept(run: str, trained: Path, stories: Path, tmp_path: Path) -> None:
-    source = with_heads(trained, tmp_path / "source", "cls")
-    texts = [line[:60] for line in stories.read_text().split("\n\n")[:20]]
-
-    def vectors(folder: Path) -> Any:
-        model = SentenceTransformer(str(folder), device="cpu")
-        return model.encode(texts, normalize_embeddings=True)
-
-    def cosine(folder: Path) -> float:
-        return float((vectors(folder) * vectors(source)).sum(1).mean())
-
-    keeping = {"keep_embeddings": True, "embedding_weight": 50.0}
-    kept = go_on(run, source, stories, tmp_path / "kept", 60, **keeping)
-    lost = go_on(run, source, stories, tmp_path / "lost", 60)
-    assert cosine(kept) > cosine(lost) + 0.01
-    assert read_log(tmp_path / "kept")[-1]["held_out_embedding_cosine"] > 0.9
-    if run == "further":  # a second run learns the embeddings of the original again
-        lost_folder, original = (open_folder(str(each)) for each in (lost, source))
-        options = run_options(tmp_path / "back")
-        recipe = further(60, **keeping)
-        back = pretrain([stories], recipe, options, source=lost_folder, embeddings_from=original)
-        assert cosine(back) > cosine(lost) + 0.01
-
-
 @pytest.mark.parametrize("run", ["further", "student"])
 def test_a_licence_goes_from_model_to_model(run: str, stories: Path, tmp_path: Path) -> None:
     source = save_source("bert", tmp_path / "source")

@@ -44,10 +44,7 @@ dropout = 0.1
 """
 LONG = RECIPE.replace("steps = 10", "steps = 300")
 SINGLE = RECIPE.replace('"nsp"', '"none"')
-ORDER = RECIPE.replace('"nsp"', '"sop"')
 FURTHER = RECIPE.partition("[model]")[0].replace("vocabulary = {size = 120}", "")
-QUESTIONS_RECIPE = "epochs = 1\nsequences = 4\ntokens = 32\nstride = 4\nquestion_tokens = 8\n"
-EMBED_RECIPE = "epochs = 1\nsequences = 4\ntokens = 16\n"
 LINE = '{"text": "The old king sang a song."}\n'
 
 
@@ -118,7 +115,6 @@ def state(folder: Path) -> dict[str, object]:
 
 
 ALONE = "next-sentence prediction needs at least 2 documents"
-UNKNOWN = "the vocabulary has no word of the text"
 PACKED = lzma.compress(LINE.encode() * 999)
 ALL_HELD_OUT = SINGLE.replace("held_out = 0.1", "held_out = 0.999999")
 BAD_TEXTS = [
@@ -309,43 +305,6 @@ def test_damaged_tokens(copy: Path, finished: Path, stories: Path) -> None:
     assert tokens.read_bytes() == (finished / "corpus/train.tokens").read_bytes()
 
 
-def squad(**changes: object) -> bytes:
-    answers = [{"text": "The king", "answer_start": 0}]
-    question = {"id": "1", "question": "Who sang?", "answers": answers} | changes
-    paragraph = {"context": "The king sang a song.", "qas": [question]}
-    return json.dumps({"data": [{"title": "story", "paragraphs": [paragraph]}]}).encode()
-
-
-BAD_QUESTIONS = [
-    (None, "{file}: no such file"),
-    (b'{"data": []}', "there are no questions in {file}"),
-    (b"", "{file} is not in SQuAD's format: JSONDecodeError"),
-    (squad(answers=[{"text": "song"}]), "{file} is not in SQuAD's format: KeyError 'answer_start'"),
-]
-BAD_PAIRS = [
-    (b"a king,a girl,2\nan owl,it,2\n", "all 2 pairs have the score 2: there is nothing to rank"),
-    (b"a king,a girl,2.5\nan owl,3\n", "{file}, line 2 is not 'sentence,sentence,score': 'an owl"),
-    (b"a king,a girl,nan\n", "{file}, line 1: the score nan is not a finite number"),
-]
-
-
-@pytest.mark.parametrize(
-    ("command", "content", "message"),
-    [("finetune-qa", *row) for row in BAD_QUESTIONS]
-    + [("finetune-embed", *row) for row in BAD_PAIRS],
-)
-def test_bad_questions_and_pairs(
-    finished: Path, tmp_path: Path, command: str, content: bytes | None, message: str
-) -> None:
-    file, recipe = tmp_path / "file", tmp_path / "recipe.toml"
-    recipe.write_text(QUESTIONS_RECIPE if command == "finetune-qa" else EMBED_RECIPE)
-    if content is not None:
-        file.write_bytes(content)
-    option = "--questions" if command == "finetune-qa" else "--pairs"
-    given = [command, finished / "checkpoint", option, file, *options(recipe, tmp_path / "run")]
-    assert refused(*given).startswith(message.format(file=file))
-
-
 def start(command: list[str], memory: int = resource.RLIM_INFINITY) -> subprocess.Popen[str]:
     """The command as a process of its own, on one thread."""
     # The limits would also break the files of a measurement of coverage.
@@ -487,29 +446,3 @@ def test_a_second_run_names_the_first(finished: Path, stories: Path, tmp_path: P
         )
         assert {file.name for file in folder.iterdir()} == {"lock", "owner"}
     assert weights(done(folder, RECIPE, stories)) == weights(finished)
-
-
-@pytest.mark.slow
-def test_a_loss_that_is_no_number_any_more(stories: Path, tmp_path: Path) -> None:
-    """The checkpoint from which the run goes on has weights whose products overflow."""
-    folder = tmp_path / "run"
-    with caught_in_the_middle(folder, stories) as process:
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=300)
-    kept = state(folder)
-    for name, tensor in kept["module"].items():
-        if "word" in name:
-            tensor.fill_(3e38)
-    torch.save(kept, folder / "state.pt")
-    before = (folder / "state.pt").read_bytes()
-    line = refused(*pretrain_command(folder, LONG, stories))
-    found = re.match(r"(the loss is (nan|inf)|a weight is no number any more) at step (\d+)", line)
-    assert found, line
-    assert line.endswith(f"; the checkpoint in {folder} is kept; try a lower learning_rate")
-    assert kept["step"] < int(found[3]) <= kept["step"] + 100
-    assert (folder / "state.pt").read_bytes() == before
-    assert all(
-        json.loads(line)["loss"] < float("inf")
-        for line in (folder / "log.jsonl").read_text().splitlines()
-    )
-    assert refused(*pretrain_command(folder, LONG, stories)) == line

@@ -6,7 +6,6 @@ import json
 import lzma
 import os
 import shutil
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +18,7 @@ from transformers import BertConfig, BertModel
 
 from cloze.model_store import Store
 from tests.conftest import minilm_checkpoint
+from tests.support.command import call
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]
@@ -92,10 +92,9 @@ def test_the_script_makes_every_default_model_and_repeats_no_finished_run(
         log.unlink(missing_ok=True)
         command = [ROOT / "scripts" / "train-default", binaries, *folders]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        call(*command, env=environment, cwd=ROOT)
         calls = [json.loads(line) for line in log.read_text().splitlines()]
-        return [call[1] for call in calls if call[0] == "train" and call[1] != "evaluate"]
+        return [each[1] for each in calls if each[0] == "train" and each[1] != "evaluate"]
 
     assert run().count("pretrain") == 5
     assert Store(folders[-1]).references() == [f"{name}@1" for name in NAMES]

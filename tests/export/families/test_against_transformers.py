@@ -1,4 +1,4 @@
-"""Each family's torch module gives the numbers of transformers, with every head.
+"""Each family's torch module gives the numbers of transformers, with every head and with adapters.
 
 All weights are random, biases and norms included: transformers' defaults of 0 and 1 hide errors.
 """
@@ -17,16 +17,22 @@ from torch import Tensor
 from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
+from cloze.export.adapters import ALL_LAYERS, AdaptedModel
 from cloze.export.blocks import disentangled
 from cloze.export.blocks.config import RelativePositions
 from cloze.export.blocks.relative_bias import bucket
+from cloze.export.check.verify import TOLERANCES, GraphUnderTest
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
+from cloze.export.graph.session import open_session
+from cloze.export.heads.embedding import EmbeddingRecipe
 from cloze.export.load.checkpoint import load_checkpoint
 from cloze.export.load.source import read_tensors
 from cloze.export.load.weights import load_model
+from cloze.export.model import GraphWriter
 from tests.support.family_checkpoints import (
     CLASSES,
+    OWN,
     TOKENIZERS,
     WITHOUT_QUESTIONS,
     ids_of,
@@ -399,3 +405,24 @@ def test_a_folded_row_of_another_width_is_refused(shape: tuple[int, ...], copied
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(ExportError, match=r"the row that is added|has shape"):
         load_checkpoint(str(folder))
+
+
+REFUSED = {"deberta-v2"}
+"""Families whose graphs have constants that depend on queries and keys."""
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_a_graph_with_adapters_computes_what_torch_does(
+    family: str, built: Any, tmp_path: Path
+) -> None:
+    _, checkpoint, _ = built(family)
+    adapted = AdaptedModel.of(checkpoint.model, [ALL_LAYERS])
+    writer = GraphWriter(checkpoint.model, EmbeddingRecipe(), checkpoint.heads, tmp_path)
+    graph = writer.write(adapted=adapted.numbers)
+    session = open_session(tmp_path / graph.file, graph.layout)
+    spec = GraphUnderTest(graph, checkpoint, checkpoint.heads, 32).spec
+    if family in REFUSED:
+        with pytest.raises(ExportError, match=f"a {family} with adapters .* leave out --adapters"):
+            adapted.verify(session, spec, TOLERANCES[graph.precision])
+    else:
+        assert adapted.verify(session, spec, TOLERANCES[graph.precision]) < 1e-5

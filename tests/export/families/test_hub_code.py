@@ -1,11 +1,11 @@
-"""NomicBERT and GTE as the code of their hub repositories computes them.
+"""NomicBERT and GTE as the code of their hub repositories stores and computes them.
 
-transformers has no such settings, so the oracle is written here in plain torch, from the names of
-the hub's tensors.
+The oracle is transformers, whose networks get what only the hub's code has: biases, and scaled
+positions. Their tensors get the hub's names.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cloze.export.errors import ExportError
 from cloze.export.load.checkpoint import load_checkpoint
-from tests.support.family_checkpoints import ours, same
+from tests.support.family_checkpoints import ids_of, ours, same, save, theirs
 from tests.support.tokenizer_kinds import wordpiece
 
 H, HEADS, INNER, LAYERS, EPS = 24, 3, 256, 2, 1e-6
@@ -47,6 +47,26 @@ GTE: dict[str, Any] = {
 
 Tensors = dict[str, Tensor]
 
+NAMES = {
+    "nomic_bert": {
+        "layers.": "encoder.layers.", "embeddings.LayerNorm": "emb_ln",
+        "self_attn.qkv_proj": "attn.Wqkv", "self_attn.o_proj": "attn.out_proj",
+        "mlp.up_proj": "mlp.fc11", "mlp.gate_proj": "mlp.fc12", "mlp.down_proj": "mlp.fc2",
+        "post_attention_layernorm": "norm1", "post_mlp_layernorm": "norm2",
+    },
+    "gte": {
+        "layers.": "encoder.layer.", "self_attn": "attention", "lm_head.layer_norm": "lm_head.norm",
+        "post_attention_layernorm": "attn_ln", "post_mlp_layernorm": "mlp_ln",
+    },
+}  # fmt: skip
+"""Parts of transformers' names, and those of the hub."""
+
+LEFT_OUT = {
+    "nomic_bert": ("decoder.weight", "predictions.bias", "decoder.bias", "transform.dense.bias"),
+    "gte": ("decoder.weight",),
+}
+"""What the hub's files do not have: a tied matrix, and biases."""
+
 
 @pytest.fixture(autouse=True)
 def without_gradients() -> Iterator[None]:
@@ -54,149 +74,51 @@ def without_gradients() -> Iterator[None]:
         yield
 
 
-def drawn(shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
-    """Return random tensors; no bias is 0, no scale of a norm is 1."""
-    generator = torch.Generator().manual_seed(7)
-    made = {name: torch.randn(shape, generator=generator) / 4 for name, shape in shapes.items()}
-    return {
-        name: one + 1 if ("norm" in name.lower() or "ln" in name) and "weight" in name else one
-        for name, one in made.items()
+def network_of(family: str, folder: Path, **settings: Any) -> Any:
+    """Return a random network of transformers with the sizes of `NOMIC` and `GTE`."""
+    sizes = {"intermediate_size": INNER, "layer_norm_eps": EPS} | settings
+    network = save(family, "masked_lm", folder / "theirs", **sizes)
+    for name, parameter in network.named_parameters():
+        if name.endswith(LEFT_OUT[family]) and name.endswith("bias"):
+            parameter.zero_()
+    return network
+
+
+def scaled(network: Any, factor: float) -> Any:
+    """Give a GTE the frequencies of NTK's scaling."""
+    powers = -torch.arange(0, 8, 2) / 8
+    network.gte.rotary_emb.inv_freq = (50 * factor) ** powers / factor ** (2 / 8)
+    return network
+
+
+def joined(tensors: Tensors, whole: str, parts: tuple[str, ...]) -> Tensors:
+    """Return tensors of which some are stored in one."""
+    made = {}
+    for name, one in tensors.items():
+        part = next((part for part in parts if f".{part}." in name), "")
+        if part == parts[0]:
+            together = [tensors[name.replace(part, other)] for other in parts]
+            made[name.replace(part, whole)] = torch.cat(together)
+        elif not part:
+            made[name] = one
+    return made
+
+
+def of_hub(network: Any, packed: bool = True) -> Tensors:
+    """Return the tensors of a network as the hub's code names and packs them."""
+    family = network.config.model_type
+    tensors = {
+        name.removeprefix(f"{family}."): one
+        for name, one in network.state_dict().items()
+        if not name.endswith(LEFT_OUT[family])
     }
-
-
-def layer_shapes(prefix: str, names: Mapping[str, tuple[int, ...]], biased: str) -> Any:
-    """Return the shapes of the tensors of all layers; norms and ``biased`` have biases."""
-    return {
-        f"{prefix}.{number}.{name}.{part}": shape if part == "weight" else shape[:1]
-        for number in range(LAYERS)
-        for name, shape in names.items()
-        for part in ("weight", "bias")
-        if part == "weight" or len(shape) == 1 or name in biased.split()
-    }
-
-
-def nomic(biased: str = "") -> Tensors:
-    vocabulary = wordpiece().get_vocab_size()
-    names = {
-        "attn.Wqkv": (3 * H, H), "attn.out_proj": (H, H), "mlp.fc11": (INNER, H),
-        "mlp.fc12": (INNER, H), "mlp.fc2": (H, INNER), "norm1": (H,), "norm2": (H,),
-    }  # fmt: skip
-    return drawn(
-        {
-            "embeddings.word_embeddings.weight": (vocabulary, H),
-            "embeddings.token_type_embeddings.weight": (2, H),
-            "emb_ln.weight": (H,),
-            "emb_ln.bias": (H,),
-            "cls.predictions.transform.dense.weight": (H, H),
-            "cls.predictions.transform.layer_norm.weight": (H,),
-            "cls.predictions.transform.layer_norm.bias": (H,),
-            **layer_shapes("encoder.layers", names, biased),
-        }
-    )
-
-
-def gte(types: int = 2) -> Tensors:
-    vocabulary = wordpiece().get_vocab_size()
-    names = {
-        "attention.qkv_proj": (3 * H, H), "attention.o_proj": (H, H),
-        "mlp.up_gate_proj": (2 * INNER, H), "mlp.down_proj": (H, INNER), "attn_ln": (H,),
-        "mlp_ln": (H,),
-    }  # fmt: skip
-    biased = "attention.qkv_proj attention.o_proj mlp.down_proj"
-    table = {"embeddings.token_type_embeddings.weight": (types, H)} if types else {}
-    return drawn(
-        {
-            "embeddings.word_embeddings.weight": (vocabulary, H),
-            **table,
-            "embeddings.LayerNorm.weight": (H,),
-            "embeddings.LayerNorm.bias": (H,),
-            "lm_head.dense.weight": (H, H),
-            "lm_head.dense.bias": (H,),
-            "lm_head.norm.weight": (H,),
-            "lm_head.norm.bias": (H,),
-            "lm_head.decoder.bias": (vocabulary,),
-            **layer_shapes("encoder.layer", names, biased),
-        }
-    )
-
-
-def rotated(x: Tensor, frequencies: Tensor) -> Tensor:
-    """Turn [B, N, S, d] as complex numbers, whose parts are the halves of a head."""
-    half = x.shape[-1] // 2
-    numbers = torch.complex(x[..., :half].double(), x[..., half:].double())
-    angles = torch.arange(x.shape[2]).double()[:, None] * frequencies
-    turned = numbers * torch.polar(torch.ones_like(angles), angles)
-    return torch.cat([turned.real, turned.imag], -1)
-
-
-def oracle(
-    tensors: Tensors,
-    ids: Tensor,
-    names: Mapping[str, str],
-    feed_forward: Callable[[Callable[[str, Tensor], Tensor], Tensor], Tensor],
-    frequencies: Tensor,
-) -> Tensor:
-    """Return the hidden states [B, S, H] in fp64.
-
-    Args:
-        names: our words for the parts -> the hub's names.
-        feed_forward: (linear layer of a name, input) -> output.
-    """
-    t = {name: one.double() for name, one in tensors.items()}
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return F.layer_norm(x, (H,), t[f"{name}.weight"], t[f"{name}.bias"], EPS)
-
-    x = t["embeddings.word_embeddings.weight"][ids]
-    if "embeddings.token_type_embeddings.weight" in t:
-        x = x + t["embeddings.token_type_embeddings.weight"][TYPES[:, : ids.shape[1]]]
-    x = norm(x, names["embedding_norm"])
-    for number in range(LAYERS):
-        layer = f"{names['layers']}.{number}"
-
-        def linear(name: str, x: Tensor, layer: str = layer) -> Tensor:
-            return F.linear(x, t[f"{layer}.{name}.weight"], t.get(f"{layer}.{name}.bias"))
-
-        q, k, v = (
-            part.unflatten(-1, (HEADS, -1)).transpose(1, 2)
-            for part in linear(names["packed"], x).chunk(3, -1)
-        )
-        q, k = rotated(q, frequencies), rotated(k, frequencies)
-        weights = (q @ k.transpose(2, 3) / (H // HEADS) ** 0.5).softmax(-1)
-        context = (weights @ v).transpose(1, 2).flatten(2)
-        x = norm(x + linear(names["output"], context), f"{layer}.{names['norm_1']}")
-        x = norm(x + feed_forward(linear, x), f"{layer}.{names['norm_2']}")
-    return x
-
-
-def nomic_states(tensors: Tensors, ids: Tensor, base: float = 30.0, act: Any = F.silu) -> Tensor:
-    names = {
-        "embedding_norm": "emb_ln", "layers": "encoder.layers", "packed": "attn.Wqkv",
-        "output": "attn.out_proj", "norm_1": "norm1", "norm_2": "norm2",
-    }  # fmt: skip
-    frequencies = base ** (-torch.arange(0, 8, 2).double() / 8)
-
-    def feed_forward(linear: Any, x: Tensor) -> Tensor:
-        result: Tensor = linear("mlp.fc2", act(linear("mlp.fc12", x)) * linear("mlp.fc11", x))
-        return result
-
-    return oracle(tensors, ids, names, feed_forward, frequencies)
-
-
-def gte_states(tensors: Tensors, ids: Tensor, base: float = 50.0, factor: float = 4.0) -> Tensor:
-    names = {
-        "embedding_norm": "embeddings.LayerNorm", "layers": "encoder.layer",
-        "packed": "attention.qkv_proj", "output": "attention.o_proj", "norm_1": "attn_ln",
-        "norm_2": "mlp_ln",
-    }  # fmt: skip
-    frequencies = (base * factor) ** (-torch.arange(0, 8, 2).double() / 8) / factor ** (2 / 8)
-
-    def feed_forward(linear: Any, x: Tensor) -> Tensor:
-        up, gate = linear("mlp.up_gate_proj", x).chunk(2, -1)
-        result: Tensor = linear("mlp.down_proj", F.gelu(gate) * up)
-        return result
-
-    return oracle(tensors, ids, names, feed_forward, frequencies)
+    if packed:
+        tensors = joined(tensors, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
+    if family == "gte":
+        tensors = joined(tensors, "up_gate_proj", ("up_proj", "gate_proj"))
+    for theirs_, hubs in NAMES[family].items():
+        tensors = {name.replace(theirs_, hubs): one for name, one in tensors.items()}
+    return tensors
 
 
 def write(folder: Path, settings: Mapping[str, Any], tensors: Tensors) -> None:
@@ -210,48 +132,55 @@ def write(folder: Path, settings: Mapping[str, Any], tensors: Tensors) -> None:
 
 
 def states(folder: Path, ids: Tensor) -> Tensor:
-    types = TYPES[:, : ids.shape[1]].expand_as(ids)
-    hidden: Tensor = load_checkpoint(str(folder)).model(ids, types)
-    return hidden.double()
+    hidden: Tensor = load_checkpoint(str(folder)).model(ids, types_of(ids))
+    return hidden
 
 
-def random_ids(tokens: int = 7) -> Tensor:
-    generator = torch.Generator().manual_seed(tokens)
-    return torch.randint(8, 200, (2, tokens), generator=generator)
+def states_of(network: Any, ids: Tensor) -> Tensor:
+    hidden: Tensor = network.base_model(ids, token_type_ids=types_of(ids)).last_hidden_state
+    return hidden
+
+
+def types_of(ids: Tensor) -> Tensor:
+    return TYPES[:, : ids.shape[1]].expand_as(ids)
+
+
+def check_equal(folder: Path, network: Any) -> None:
+    """Compare the states of texts with token types, and the logits of masks."""
+    for tokens in (1, 2, 7):
+        ids = ids_of(network, tokens)
+        assert same(states(folder, ids), states_of(network, ids))
+    logits = ours(load_checkpoint(str(folder)), "masked_lm", ids)
+    assert same(logits, theirs(network, "masked_lm", ids))
 
 
 @pytest.mark.parametrize("prefix", ["", "bert.", "nomic_bert."])
 def test_a_nomic_checkpoint_of_the_hub_gives_the_numbers_of_its_code(
     prefix: str, tmp_path: Path
 ) -> None:
-    tensors = nomic()
-    named = {name if "cls." in name else prefix + name: one for name, one in tensors.items()}
-    write(tmp_path, NOMIC, named)
+    network = network_of("nomic_bert", tmp_path)
+    tensors = of_hub(network).items()
+    write(tmp_path, NOMIC, {n if "cls." in n else prefix + n: one for n, one in tensors})
     checkpoint = load_checkpoint(str(tmp_path))
     assert checkpoint.model.config.max_positions == 2048
     assert checkpoint.model.config.intermediate_size == 256
-    for tokens in (1, 2, 7):
-        assert same(states(tmp_path, random_ids(tokens)), nomic_states(tensors, random_ids(tokens)))
-    hidden = checkpoint.model(random_ids())
-    t = {name.removeprefix("cls.predictions."): one for name, one in tensors.items()}
-    rows = F.silu(hidden @ t["transform.dense.weight"].t())
-    scale, shift = t["transform.layer_norm.weight"], t["transform.layer_norm.bias"]
-    rows = F.layer_norm(rows, (H,), scale, shift, EPS)
-    logits = rows @ tensors["embeddings.word_embeddings.weight"].t()
-    assert checkpoint.model.masked_lm is not None
-    assert same(checkpoint.model.masked_lm(hidden), logits)
+    check_equal(tmp_path, network)
 
 
 def test_biases_of_a_nomic_checkpoint_count(tmp_path: Path) -> None:
     """Those of keys too: under rotary positions they do not cancel."""
-    tensors = nomic("attn.Wqkv attn.out_proj mlp.fc11 mlp.fc12 mlp.fc2")
+    network = network_of("nomic_bert", tmp_path, hidden_act="gelu")
+    for module in network.base_model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.bias = torch.nn.Parameter(torch.randn(module.out_features) / 4)
     with_biases = NOMIC | {"qkv_proj_bias": True, "mlp_fc1_bias": True, "mlp_fc2_bias": True}
-    write(tmp_path, with_biases | {"activation_function": "geglu"}, tensors)
-    expected = nomic_states(tensors, random_ids(), act=F.gelu)
-    assert same(states(tmp_path, random_ids()), expected)
-    for number in range(LAYERS):
-        tensors[f"encoder.layers.{number}.attn.Wqkv.bias"][H : 2 * H] = 0
-    assert not same(nomic_states(tensors, random_ids(), act=F.gelu), expected)
+    write(tmp_path, with_biases | {"activation_function": "geglu"}, of_hub(network))
+    ids = ids_of(network, 7)
+    mine = states(tmp_path, ids)
+    assert same(mine, states_of(network, ids))
+    for layer in network.base_model.layers:
+        layer.self_attn.k_proj.bias.zero_()
+    assert not same(mine, states_of(network, ids))
 
 
 @pytest.mark.parametrize(
@@ -261,20 +190,8 @@ def test_biases_of_a_nomic_checkpoint_count(tmp_path: Path) -> None:
 def test_the_limit_of_a_nomic_checkpoint_is_that_of_its_training(
     settings: dict[str, Any], limit: int, tmp_path: Path
 ) -> None:
-    write(tmp_path, NOMIC | settings, nomic())
+    write(tmp_path, NOMIC | settings, of_hub(network_of("nomic_bert", tmp_path)))
     assert load_checkpoint(str(tmp_path)).model.config.max_positions == limit
-
-
-def unpacked(tensors: Tensors) -> Tensors:
-    """Return the tensors as with ``pack_qkv`` false."""
-    result = {}
-    for name, one in tensors.items():
-        if ".qkv_proj." not in name:
-            result[name] = one
-            continue
-        for part, rows in zip("qkv", one.chunk(3), strict=True):
-            result[name.replace("qkv_proj", f"{part}_proj")] = rows
-    return result
 
 
 @pytest.mark.parametrize("prefix", ["", "new.", "gte."])
@@ -282,41 +199,34 @@ def unpacked(tensors: Tensors) -> Tensors:
 def test_a_gte_checkpoint_of_the_hub_gives_the_numbers_of_its_code(
     prefix: str, packed: bool, tmp_path: Path
 ) -> None:
-    tensors = gte()
-    stored = tensors if packed else unpacked(tensors)
-    named = {name if "lm_head" in name else prefix + name: one for name, one in stored.items()}
+    network = scaled(network_of("gte", tmp_path), 4.0)
+    tensors = of_hub(network, packed).items()
+    named = {name if "lm_head" in name else prefix + name: one for name, one in tensors}
     write(tmp_path, GTE | {"pack_qkv": packed}, named)
-    for tokens in (1, 2, 7):
-        assert same(states(tmp_path, random_ids(tokens)), gte_states(tensors, random_ids(tokens)))
-    checkpoint = load_checkpoint(str(tmp_path))
-    hidden = checkpoint.model(random_ids())
-    rows = F.gelu(F.linear(hidden, tensors["lm_head.dense.weight"], tensors["lm_head.dense.bias"]))
-    rows = F.layer_norm(
-        rows, (H,), tensors["lm_head.norm.weight"], tensors["lm_head.norm.bias"], EPS
-    )
-    words, bias = tensors["embeddings.word_embeddings.weight"], tensors["lm_head.decoder.bias"]
-    assert checkpoint.model.masked_lm is not None
-    assert same(checkpoint.model.masked_lm(hidden), F.linear(rows, words, bias))
+    check_equal(tmp_path, network)
 
 
 def test_a_gte_without_types_and_without_scaling(tmp_path: Path) -> None:
-    tensors = gte(types=0)
+    network, table = network_of("gte", tmp_path), "embeddings.token_type_embeddings.weight"
+    network.gte.embeddings.token_type_embeddings.weight.zero_()
+    tensors = {name: one for name, one in of_hub(network).items() if name != table}
     write(tmp_path, GTE | {"type_vocab_size": 0, "rope_scaling": None}, tensors)
     assert load_checkpoint(str(tmp_path)).model.encoder.embeddings.token_type is None
-    assert same(states(tmp_path, random_ids()), gte_states(tensors, random_ids(), factor=1.0))
+    check_equal(tmp_path, network)
 
 
 @pytest.mark.parametrize(
-    ("settings", "tensors", "kind"), [(NOMIC, nomic(), "NomicBert"), (GTE, gte(), "New")]
+    ("family", "settings", "kind"), [("nomic_bert", NOMIC, "NomicBert"), ("gte", GTE, "New")]
 )
 def test_questions_are_answered_with_the_heads_of_the_hub(
-    settings: dict[str, Any], tensors: Tensors, kind: str, tmp_path: Path
+    family: str, settings: dict[str, Any], kind: str, tmp_path: Path
 ) -> None:
+    tensors = of_hub(network_of(family, tmp_path))
     head = {"qa_outputs.weight": torch.randn(2, H), "qa_outputs.bias": torch.randn(2)}
     named = {name: one for name, one in tensors.items() if not name.startswith(("cls", "lm_"))}
     classes = {"architectures": [f"{kind}ForQuestionAnswering"]}
     write(tmp_path, settings | classes, named | head)
-    checkpoint, ids = load_checkpoint(str(tmp_path)), random_ids()
+    checkpoint, ids = load_checkpoint(str(tmp_path)), torch.arange(9, 16)[None]
     expected = F.linear(checkpoint.model(ids), head["qa_outputs.weight"], head["qa_outputs.bias"])
     assert same(ours(checkpoint, "span", ids), expected)
 
@@ -342,14 +252,16 @@ def test_questions_are_answered_with_the_heads_of_the_hub(
 def test_what_the_hub_s_code_can_do_beside_is_refused_by_name(
     settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    write(tmp_path, settings, gte() if settings["model_type"] == "new" else nomic())
+    family = "gte" if settings["model_type"] == "new" else "nomic_bert"
+    write(tmp_path, settings, of_hub(network_of(family, tmp_path)))
     with pytest.raises(ExportError, match=message):
         load_checkpoint(str(tmp_path))
 
 
 @pytest.mark.parametrize("rows", [7, 6, None])
 def test_packed_weights_of_another_shape_are_refused(rows: int | None, tmp_path: Path) -> None:
-    tensors, name = gte(), "encoder.layer.0.attention.qkv_proj.weight"
+    tensors = of_hub(network_of("gte", tmp_path))
+    name = "encoder.layer.0.attention.qkv_proj.weight"
     del tensors[name]
     if rows is not None:
         tensors[name] = torch.zeros(rows, H)

@@ -1,6 +1,7 @@
-"""`cloze store` with adapters: they are listed beneath their base, and measured in int8."""
+"""`cloze store` and `cloze bulk` with adapters: what is listed, measured in int8, and answered."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,9 @@ from cloze.export.measure.texts import SENTENCES
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
-from tests.support.adapter_folders import Recipe, classifier, merged, write
+from tests.support.adapter_folders import Recipe, classifier, embedding, merged, write
+from tests.support.bulk_runs import bulk, numbered, read
+from tests.support.bulk_runs import write as write_rows
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +56,14 @@ def separate_by_a_hairline(folder: Path, model: BertForPreTraining, store: Path)
 
 
 @pytest.fixture(scope="module")
+def model(checkpoints: dict[str, Path]) -> BertForPreTraining:
+    return BertForPreTraining.from_pretrained(checkpoints["bert"]).eval()
+
+
+@pytest.fixture(scope="module")
 def folder(
-    tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path], store: Path
+    tmp_path_factory: pytest.TempPathFactory, model: BertForPreTraining, store: Path
 ) -> Path:
-    model = BertForPreTraining.from_pretrained(checkpoints["bert"]).eval()
     root = tmp_path_factory.mktemp("adapters")
     write(root / "stars", classifier(1), model)
     hairline = Recipe(1, task="SEQ_CLS", head={"classifier": (2, 64)}, labels=("no", "yes"))
@@ -116,3 +123,41 @@ def test_adapters_of_another_bundle_are_refused(store: Path, folder: Path) -> No
     refused = run("verify", store, "plain", "--adapter", str(folder / "stars"))
     assert refused.exit_code == 1
     assert "no served bundle takes adapters (plain@1)" in refused.output
+
+
+def test_a_bulk_run_has_the_results_of_its_adapter_and_a_changed_one_is_another(
+    store: Path, folder: Path, model: BertForPreTraining, tmp_path: Path
+) -> None:
+    source = write_rows(tmp_path / "in.jsonl", numbered(4))
+    vectors = Path(shutil.copytree(folder / "vectors", tmp_path / "vectors"))
+    arguments = ("embed", source, "--output", tmp_path / "out", "--adapter", vectors)
+    arguments += ("--no-normalize", "--precision", "fp32")
+    done = bulk(store, *arguments)
+    assert done.exit_code == 0, done.output
+    tokenizer = Tokenizer.from_file(str(store / "a-base/1/tokenizer.json"))
+    for row in read(tmp_path / "out"):
+        wanted = embedding(vectors, model, np.array(tokenizer.encode(row["text"]).ids))
+        np.testing.assert_allclose(row["embedding"], wanted, rtol=0, atol=1e-5)
+    vectors.rename(tmp_path / "old")
+    write(vectors, Recipe(6), model)
+    again = bulk(store, *arguments)
+    assert again.exit_code == 1
+    assert "has results of another run: its model was" in again.output
+
+
+def test_adapters_that_do_not_fit_a_bulk_run_are_refused(
+    store: Path, folder: Path, tmp_path: Path
+) -> None:
+    for name in ("one", "two"):
+        shutil.copytree(folder / "stars", tmp_path / "several" / name)
+    source, one = write_rows(tmp_path / "in.jsonl", numbered(4)), tmp_path / "several/one"
+    for task, adapter, flags, message in (
+        ("classify", tmp_path / "several", (), "has 2 adapters; name one"),
+        ("embed", one, (), "adapter one cannot do embed; it does text-classification"),
+        ("classify", one, ("--model", "plain"), "no served bundle takes adapters (plain@1)"),
+        ("classify", store / "plain/1", (), "has 0 adapters; name one"),
+    ):
+        given = ("--output", tmp_path / "out", "--adapter", adapter, *flags)
+        refused = bulk(store, task, source, *given)
+        assert refused.exit_code == 1, refused.output
+        assert message in refused.output

@@ -1,5 +1,6 @@
-"""Vertex AI's and KServe's instances: what runs, what each prediction is, and what is refused."""
+"""Vertex AI's and KServe's instances, and what SageMaker asks of a container."""
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,9 +10,10 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
+from cloze.image import arguments
 from cloze.service.service import single_process
 from cloze.service.settings import load_settings
-from tests.support.route_service import EMBEDDER, MAX_TEXTS, Service
+from tests.support.route_service import EMBEDDER, Service
 
 PREDICT = "/v1/models/tiny:predict"
 PAIR = {"question": "the", "context": "of"}
@@ -69,12 +71,51 @@ def test_each_instance_does_not_read_all_parameters(tiny_store: Path) -> None:
     assert spent < 1
 
 
-def test_errors_of_a_model_are_those_of_kserve(service: Service) -> None:
-    assert "message" in service.get("/v1/models/nobody").json()["error"], "OpenAI's shape"
-    assert len(service.post(f"/v1/models/{'a' * 3000}", {}).content) < 500
-    model = service.get("/v1/models/tiny").json()
-    assert model.items() >= {"name": "tiny", "ready": True, "object": "model"}.items()
-    service.state.draining = True
-    assert service.get("/v1/models/tiny").status_code == 503
-    service.state.draining = False
-    assert MAX_TEXTS == 3
+def test_invocations_have_the_headers_of_sagemaker(service: Service) -> None:
+    """`recipes.txt` has an invocation of each route."""
+    attributes = {"x_amzn_sagemaker_custom_attributes": "c000b4f9", "content_type": "text/csv"}
+    answer = service.post("/invocations", {"inputs": "the"}, **attributes)
+    assert answer.json() == [pytest.approx([0.6, 0, 0.8, 0])]
+    vectors = service.post("/invocations", {"inputs": "the"}, accept="application/octet-stream")
+    assert vectors.headers["x-shape"] == "1,4"
+
+
+def test_the_image_serves_as_it_is_started(tmp_path: Path) -> None:
+    """Each cloud's way to start it; without one, and with arguments, as `cloze serve` does."""
+
+    def started(*given: str, **environment: str) -> tuple[list[str], dict[str, str]]:
+        return arguments(given, environment, tmp_path / "model"), environment
+
+    assert started() == (["serve"], {})
+    assert started("serve", "--port", "9") == (["serve", "--port", "9"], {})
+    assert started("--version") == (["--version"], {})
+    assert started("serve") == (["serve"], {"CLOZE_PORT": "8080"})
+    assert started("serve", CLOZE_PORT="9")[1]["CLOZE_PORT"] == "9"
+    asked = {"SAGEMAKER_BIND_TO_PORT": "7", "CLOZE_PORT": "9"}
+    assert started("serve", **asked)[1]["CLOZE_PORT"] == "7"
+    vertex = {"AIP_HTTP_PORT": "8", "AIP_HEALTH_ROUTE": "/h", "AIP_PREDICT_ROUTE": "/p"}
+    own = {"CLOZE_PORT": "8", "CLOZE_HEALTH_ROUTE": "/h", "CLOZE_PREDICT_ROUTE": "/mine"}
+    assert started(CLOZE_PREDICT_ROUTE="/mine", **vertex) == (["serve"], vertex | own)
+
+
+def test_the_model_of_sagemaker_is_a_store_or_a_bundle(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, environment = tmp_path / "model", {"CLOZE_MODEL_STORE": "/bundles"}
+    model.mkdir()
+    arguments(["serve"], environment, model)
+    assert environment["CLOZE_MODEL_STORE"] == "/bundles", "the folder is empty"
+    (model / "mine" / "1").mkdir(parents=True)
+    arguments(["serve"], environment, model)
+    assert environment["CLOZE_MODEL_STORE"] == str(model)
+    manifest = model / "manifest.json"
+    manifest.write_text(json.dumps({"name": "mine", "version": 4}))
+    arguments(["serve"], environment, model)
+    bundle = Path(environment["CLOZE_MODEL_STORE"], "mine", "4")
+    assert (bundle / "manifest.json").samefile(manifest)
+    for wrong in ("{", "[]", '{"name": "../x", "version": 1}', '{"name": "x", "version": "y"}'):
+        manifest.write_text(wrong)
+        with pytest.raises(SystemExit) as ended:
+            arguments(["serve"], environment, model)
+        assert ended.value.code == 2
+        assert str(manifest) in capsys.readouterr().err

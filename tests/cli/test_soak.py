@@ -6,7 +6,6 @@ from pathlib import Path
 import orjson
 import pytest
 
-from lab.soak.answers import Outcome
 from lab.soak.processes import KINDS
 from lab.soak.run import SoakPlan, soak
 from lab.soak.verdict import Check

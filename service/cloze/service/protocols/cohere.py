@@ -73,9 +73,8 @@ class CohereEmbedBody(LenientModel):
         json_schema_extra={"oneOf": [_only("texts", "inputs"), _only("inputs", "texts")]}
     )
 
-    model: str | None = Field(
-        None, description="a served model, NAME, NAME@VERSION or an alias; null: the default model"
-    )
+    model: str | None = None
+    """a served model, NAME, NAME@VERSION or an alias; null: the default model"""
     input_type: str | None = Field(
         None,
         description="what the texts are for, which chooses the model's own prompt, if it has one: "
@@ -83,9 +82,8 @@ class CohereEmbedBody(LenientModel):
         json_schema_extra={"enum": [*INPUT_TYPES, None]},
     )
     texts: Texts | None = Field(None, description="the texts; leave out inputs")
-    inputs: Annotated[list[EmbedInput], NotEmpty] | None = Field(
-        None, description="the texts as objects; leave out texts"
-    )
+    inputs: Annotated[list[EmbedInput], NotEmpty] | None = None
+    """the texts as objects; leave out texts"""
     images: list[Any] | None = Field(None, description="refused; the models embed texts")
     embedding_types: list[EmbeddingType] | None = Field(
         None,

@@ -38,16 +38,13 @@ MODEL: Final = "a served model, NAME, NAME@VERSION or an alias, also with :lates
 class OllamaEmbedBody(LenientModel):
     """The body of ``POST /api/embed``."""
 
-    input: str | list[Text] = Field(
-        description="a text, or a list of texts; an empty one has no vector"
-    )
+    input: str | list[Text]
+    """a text, or a list of texts; an empty one has no vector"""
     model: str | None = Field(None, description=f"{MODEL}; null: the default model")
-    truncate: bool | None = Field(
-        None, description="false refuses a long text; the default is true, which cuts its end"
-    )
-    dimensions: CountOrZero | None = Field(
-        None, description="number of leading dimensions to keep; 0: all"
-    )
+    truncate: bool | None = None
+    """false refuses a long text; the default is true, which cuts its end"""
+    dimensions: CountOrZero | None = None
+    """number of leading dimensions to keep; 0: all"""
 
 
 class OllamaEmbeddingsBody(LenientModel):

@@ -68,9 +68,8 @@ class OpenAiEmbeddingsBody(NumbersBody):
         "objects with a text",
         examples=["What is deep learning?"],
     )
-    model: str | None = Field(
-        None, description="a served model, NAME, NAME@VERSION or an alias; null: the default model"
-    )
+    model: str | None = None
+    """a served model, NAME, NAME@VERSION or an alias; null: the default model"""
     encoding_format: Numbers | Annotated[list[Numbers], Field(max_length=1)] | None = Field(
         None,
         validation_alias=AliasChoices("encoding_format", "encoding_type", "embedding_type"),
@@ -79,10 +78,9 @@ class OpenAiEmbeddingsBody(NumbersBody):
         "Jina's names are encoding_type and embedding_type, which may be a list of one",
     )
     dimensions: Count | None = Field(
-        None,
-        validation_alias=AliasChoices("dimensions", "output_dimension"),
-        description="number of leading dimensions to keep; Voyage's name is output_dimension",
+        None, validation_alias=AliasChoices("dimensions", "output_dimension")
     )
+    """number of leading dimensions to keep; Voyage's name is output_dimension"""
     input_type: str | None = Field(
         None,
         validation_alias=AliasChoices("input_type", "task"),
@@ -99,9 +97,8 @@ class OpenAiEmbeddingsBody(NumbersBody):
         description="NONE refuses a long text, START and END cut that end, as in NVIDIA's API; "
         "Jina's clients send false or true; the default is the model's, usually END",
     )
-    truncation: bool | None = Field(
-        None, description="Voyage's field: false refuses a long text; the default is true"
-    )
+    truncation: bool | None = None
+    """Voyage's field: false refuses a long text; the default is true"""
     output_dtype: Literal["float", "int8", "uint8", "binary", "ubinary"] | None = Field(
         None,
         description="Voyage's field: the type of the numbers, also in base64; int8 and uint8 have "

@@ -31,12 +31,10 @@ class PoolingBody(NumbersBody):
         '"metadata" describes bytes; the default is float',
     )
     dimensions: Count | None = Field(None, description="leading dimensions to keep, for embed")
-    normalize: bool | None = Field(
-        None, description="whether to scale vectors of embed to length 1; default: the model's"
-    )
-    use_activation: bool | None = Field(
-        None, description="whether scores of labels are probabilities; the default is true"
-    )
+    normalize: bool | None = None
+    """whether to scale vectors of embed to length 1; default: the model's"""
+    use_activation: bool | None = None
+    """whether scores of labels are probabilities; the default is true"""
     truncate_prompt_tokens: TokenLimit = None
     user: str | None = Field(None, description="accepted and ignored")
 

@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from pydantic import Field
-
 from cloze.service.core import ServedRequest
 from cloze.service.http.body import BytesResponse
 from cloze.service.models.pipeline import Models, Pipeline
@@ -36,12 +34,10 @@ class ScoredBody(LenientModel):
     """What bodies with texts to score have in common, in vLLM's and Infinity's protocols."""
 
     model: ServedName = None
-    raw_scores: bool | None = Field(
-        None, description="Infinity's field: whether the scores are the model's logits"
-    )
-    use_activation: bool | None = Field(
-        None, description="vLLM's field: false is the same as raw_scores true"
-    )
+    raw_scores: bool | None = None
+    """Infinity's field: whether the scores are the model's logits"""
+    use_activation: bool | None = None
+    """vLLM's field: false is the same as raw_scores true"""
     truncate_prompt_tokens: TokenLimit = None
 
 

@@ -62,22 +62,17 @@ class DocumentsBody(ScoredBody):
     """The body of ``POST /v1/rerank``, ``/v2/rerank`` and ``/rerank``."""
 
     query: Text = Field(description="what the documents are compared with")
-    documents: Annotated[list[Text | Document], NotEmpty] = Field(
-        description="the documents, as texts or as objects with a text"
-    )
-    top_n: CountOrZero | None = Field(
-        None, description="number of results to return; 0 or null returns all"
-    )
+    documents: Annotated[list[Text | Document], NotEmpty]
+    """the documents, as texts or as objects with a text"""
+    top_n: CountOrZero | None = None
+    """number of results to return; 0 or null returns all"""
     top_k: CountOrZero | None = Field(None, description="Voyage's name of top_n")
-    return_documents: Flag = Field(
-        None, description="whether the results repeat the documents; the default is that of a path"
-    )
-    max_tokens_per_doc: CountOrZero | None = Field(
-        None, description="tokens to keep of each document; 0 or null keeps all"
-    )
-    truncation: bool | None = Field(
-        None, description="Voyage's field: false refuses a long document; the default is true"
-    )
+    return_documents: Flag = None
+    """whether the results repeat the documents; the default is that of a path"""
+    max_tokens_per_doc: CountOrZero | None = None
+    """tokens to keep of each document; 0 or null keeps all"""
+    truncation: bool | None = None
+    """Voyage's field: false refuses a long document; the default is true"""
 
 
 @dataclass(frozen=True, slots=True)

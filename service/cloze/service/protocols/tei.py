@@ -42,9 +42,9 @@ class PredictBody(TruncationParameters, LenientModel):
     """The body of ``POST /predict``."""
 
     inputs: Text | _OneOrTwo | Annotated[list[_OneOrTwo], NotEmpty] = Field(
-        description="a text; [text] or [text, second text]; or a list of such lists",
-        examples=["The room was loud."],
+        examples=["The room was loud."]
     )
+    """a text; [text] or [text, second text]; or a list of such lists"""
     raw_scores: bool = Field(False, description="whether the scores are the model's logits")
     model: str | None = _MODEL
 
@@ -65,9 +65,8 @@ class TokenizeBody(token_ids.TokenizeParameters, LenientModel):
 class DecodeBody(token_ids.DecodeParameters, LenientModel):
     """The body of ``POST /decode``."""
 
-    ids: TokenIds | Annotated[list[TokenIds], NotEmpty] = Field(
-        description="the token ids of a text, or a list of such lists", examples=[[101, 102]]
-    )
+    ids: TokenIds | Annotated[list[TokenIds], NotEmpty] = Field(examples=[[101, 102]])
+    """the token ids of a text, or a list of such lists"""
     model: str | None = _MODEL
 
 

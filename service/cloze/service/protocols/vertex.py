@@ -74,12 +74,11 @@ class InstancesBody(LenientModel):
     """The body of ``POST /vertex`` and of ``POST /v1/models/{model}:predict``."""
 
     instances: Annotated[list[Annotated[Any, NotEmptyText, NotEmpty]], NotEmpty] = Field(
-        description='texts, or bodies of one task: {"inputs", "parameters"?, "model"?, "type"?}',
-        examples=[["What is deep learning?"]],
+        examples=[["What is deep learning?"]]
     )
-    parameters: dict[str, Any] | None = Field(
-        None, description="parameters of the task; those of the instances take precedence"
-    )
+    """texts, or bodies of one task: {"inputs", "parameters"?, "model"?, "type"?}"""
+    parameters: dict[str, Any] | None = None
+    """parameters of the task; those of the instances take precedence"""
 
 
 class _Predict(TaskRoute):

@@ -38,22 +38,17 @@ class EmbedParameters(TextParameters):
     `pooling`, `layers`, `spans`, and the windows of long texts are our own.
     """
 
-    normalize: bool | None = Field(
-        None, description="whether to scale vectors to length 1; the default depends on the model"
-    )
+    normalize: bool | None = None
+    """whether to scale vectors to length 1; the default depends on the model"""
     dimensions: Count | None = Field(None, description="number of leading dimensions to keep")
-    encoding_format: Literal["float", "base64"] | None = Field(
-        None, description="accepted for huggingface_hub and ignored"
-    )
-    pooling: Literal["cls", "mean", "max"] | None = Field(
-        None, description="how tokens become one vector; the default is the model's own"
-    )
-    layers: Layers | None = Field(
-        None, description="the layers that are pooled (first: the embeddings); the default is last"
-    )
-    spans: Annotated[list[tuple[CountOrZero, Count]], NotEmpty] | None = Field(
-        None, description="parts (start, end) of one text, in characters; each has a vector"
-    )
+    encoding_format: Literal["float", "base64"] | None = None
+    """accepted for huggingface_hub and ignored"""
+    pooling: Literal["cls", "mean", "max"] | None = None
+    """how tokens become one vector; the default is the model's own"""
+    layers: Layers | None = None
+    """the layers that are pooled (first: the embeddings); the default is last"""
+    spans: Annotated[list[tuple[CountOrZero, Count]], NotEmpty] | None = None
+    """parts (start, end) of one text, in characters; each has a vector"""
 
 
 class _State(NamedTuple):

@@ -48,7 +48,7 @@ from cloze.service.models.served_models import (
 from cloze.service.observe.logs import AccessLog
 from cloze.service.observe.metrics import Metrics
 from cloze.service.observe.tracing import Tracing, make_tracing, with_spans
-from cloze.service.protocols import PROTOCOLS, ProtocolContext, error_response, operations
+from cloze.service.protocols import ProtocolContext, error_response, operations, routes_of
 from cloze.service.settings import Settings
 from cloze.service.tasks import TASKS, Task
 from cloze.service.text.tokenizer import Tokenizer
@@ -265,7 +265,7 @@ class Service:
             settings.predict_route,
             settings.health_route,
         )
-        routes = [route for protocol in PROTOCOLS for route in protocol.routes(context)]
+        routes = routes_of(context)
         gate = Gate(
             routes={route.path: route.models for route in routes if route.models is not None},
             limits=self._waits,

@@ -67,24 +67,24 @@ class RouteDoc:
     Attributes:
         tag: the group of the route in the documentation.
         result: the type of the response's JSON; None if the response has no JSON.
-        error_body: the type of an error's JSON.
+        error_body: the type of an error's JSON; None: that of the protocol of the path.
         body: the model of the request's body; None if the request has no body.
         examples: request bodies by title.
         media_types: media types of the response besides JSON.
         headers: headers of the response: name -> (type, description).
-        errors: error statuses that the route may return.
+        errors: error statuses that the route may return; None: all of the protocol of the path.
         status: the status of a success.
     """
 
     summary: str
     tag: str
     result: Any
-    error_body: Any
+    error_body: Any = None
     body: type[BaseModel] | None = None
     examples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     media_types: tuple[str, ...] = ()
     headers: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    errors: tuple[int, ...] = ()
+    errors: tuple[int, ...] | None = None
     status: int = 200
 
 

@@ -21,7 +21,6 @@ from cloze.service.core import Float32, ServedRequest
 from cloze.service.errors import InvalidRequest, Location
 from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.protocols.protocol import (
-    STATUSES_WITHOUT_422,
     LenientModel,
     ProtocolContext,
     TaskRoute,
@@ -167,7 +166,6 @@ class _Embed(TaskRoute):
             f"One vector per text, in the shape of version {version} of Cohere's API",
             "Cohere",
             floats if version == "1" else EmbedByTypeResponse,
-            CohereErrorBody,
             examples={
                 "Two texts": {
                     "texts": ["What is deep learning?", "A cat sat."],
@@ -176,7 +174,6 @@ class _Embed(TaskRoute):
                     "embedding_types": ["float"],
                 }
             },
-            errors=STATUSES_WITHOUT_422,
         )
 
     def to_call(self, _: ServedRequest, body: CohereEmbedBody) -> tuple[Any, Any]:
@@ -244,9 +241,7 @@ class _Tokenize(TokenizerRoute):
         "The tokens of a text, in Cohere's shape",
         "Cohere",
         TokenizeResponse,
-        CohereErrorBody,
         examples={"One text": {"text": "A house.", "model": "cloze-bert"}},
-        errors=STATUSES_WITHOUT_422,
     )
 
     def to_call(self, _: ServedRequest, body: CohereTokenizeBody) -> tuple[Any, Any]:
@@ -264,6 +259,4 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
     return [*embeds, _Tokenize(context).bind("/v1/tokenize")]
 
 
-PROTOCOL: Final = WireProtocol(
-    ("/v2/embed", "/v1/embed", "/v1/tokenize"), routes, lambda error: CohereErrorBody(error.message)
-)
+PROTOCOL: Final = WireProtocol(routes, ("/v2/embed", "/v1/embed", "/v1/tokenize"), CohereErrorBody)

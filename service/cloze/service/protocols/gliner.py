@@ -14,7 +14,6 @@ from cloze.service.errors import InvalidRequest, Location, MissingField
 from cloze.service.http.body import load, validate
 from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.protocols.protocol import (
-    STATUSES_WITHOUT_422,
     LenientModel,
     ProtocolContext,
     TaskRoute,
@@ -63,11 +62,9 @@ class _Gliner(TaskRoute):
         "The entities of the request's own labels, in the shape of gliner's server",
         "GLiNER",
         GlinerEntities,
-        GlinerErrorBody,
         examples={
             "One text": {"text": "Ada Lovelace was born in London.", "labels": ["person", "city"]}
         },
-        errors=STATUSES_WITHOUT_422,
     )
 
     def parse(self, _: ServedRequest, data: bytes) -> tuple[TaskRoute, GlinerBody]:
@@ -99,4 +96,4 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
     return [_Gliner(context).bind(_PATH)] if entities.TASK.name in context.tasks else []
 
 
-PROTOCOL: Final = WireProtocol((_PATH,), routes, lambda error: GlinerErrorBody(error.message))
+PROTOCOL: Final = WireProtocol(routes, (_PATH,), GlinerErrorBody)

@@ -18,7 +18,6 @@ from cloze.service.errors import InvalidRequest, Location
 from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.protocols import openai
 from cloze.service.protocols.protocol import (
-    STATUSES_WITHOUT_422,
     LenientModel,
     ProtocolContext,
     TaskRoute,
@@ -77,7 +76,6 @@ class _Ranking(RankRoute):
         "Passages in the order of their relevance to a query, in NVIDIA's shape",
         "Reranking",
         Rankings,
-        openai.OpenAiErrorBody,
         examples={
             "Two passages": {
                 "query": {"text": "Who died?"},
@@ -85,7 +83,6 @@ class _Ranking(RankRoute):
             }
         },
         headers=RANKED_BY,
-        errors=STATUSES_WITHOUT_422,
     )
 
     def to_call(self, _: ServedRequest, body: RankingBody) -> tuple[Any, Any]:
@@ -130,4 +127,4 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
     return [bound, *(Route("POST", p, rank, bound.doc, bound.models) for p in _MODEL_PATHS)]
 
 
-PROTOCOL: Final = WireProtocol((_PATH, "/v1/retrieval/"), routes, openai.error_body)
+PROTOCOL: Final = WireProtocol(routes)

@@ -17,10 +17,8 @@ from starlette.responses import Response
 
 from cloze.service.core import ServedRequest
 from cloze.service.errors import EmptyRequest, Location
-from cloze.service.http.errors import ErrorInfo
 from cloze.service.http.routes import RECORD, Handler, Route, RouteDoc
 from cloze.service.protocols.protocol import (
-    STATUSES_WITHOUT_422,
     LenientModel,
     ProtocolContext,
     TaskRoute,
@@ -79,9 +77,7 @@ class OllamaErrorBody:
     error: str
 
 
-_doc: Final = partial(
-    RouteDoc, tag="Ollama", error_body=OllamaErrorBody, errors=STATUSES_WITHOUT_422
-)
+_doc: Final = partial(RouteDoc, tag="Ollama")
 
 
 class _Embed(TaskRoute):
@@ -121,11 +117,6 @@ class _Embeddings(TaskRoute):
         return OllamaEmbeddingsResponse(value[0])
 
 
-def error_body(error: ErrorInfo) -> OllamaErrorBody:
-    """Return the body of an error."""
-    return OllamaErrorBody(error.message)
-
-
 def routes(context: ProtocolContext) -> Sequence[Route]:
     """Return the routes that embed texts for Ollama's clients."""
     embed_route = _Embed(context).bind("/api/embed")
@@ -150,4 +141,4 @@ async def _embed_or_preload(
         return json_response(empty or OllamaEmbedResponse(model, [], 0, 0, 0))
 
 
-PROTOCOL: Final = WireProtocol(("/api/",), routes, error_body)
+PROTOCOL: Final = WireProtocol(routes, ("/api/",), OllamaErrorBody)

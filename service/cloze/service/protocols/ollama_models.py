@@ -18,9 +18,8 @@ from cloze.model_store.installation import DISTRIBUTION
 from cloze.service.http.body import SHORT_BYTES, load, validate
 from cloze.service.http.routes import RECORD, Route, RouteDoc
 from cloze.service.models.pipeline import Pipeline
-from cloze.service.protocols.ollama import MODEL, OllamaErrorBody, error_body
+from cloze.service.protocols.ollama import MODEL
 from cloze.service.protocols.protocol import (
-    STATUSES_WITHOUT_422,
     LenientModel,
     ProtocolContext,
     WireProtocol,
@@ -102,7 +101,7 @@ class OllamaShowResponse:
 
 def routes(context: ProtocolContext) -> Sequence[Route]:
     """Return the routes that tell Ollama's clients what is served."""
-    get = partial(get_route, tag="Ollama", error_body=OllamaErrorBody)
+    get = partial(get_route, tag="Ollama")
     about = {"version": version(DISTRIBUTION)}
 
     async def answer_version(_: Request) -> Response:
@@ -112,10 +111,8 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
         "What is known of a served model, in Ollama's shape",
         "Ollama",
         OllamaShowResponse,
-        OllamaErrorBody,
         body=OllamaShowBody,
         examples={"A model": {"model": "cloze-bert"}},
-        errors=STATUSES_WITHOUT_422,
     )
     tags, running = partial(_tags, context), partial(_running, context)
     every_model = gate_models(context.models.pipelines)
@@ -193,6 +190,4 @@ def _details(pipeline: Pipeline) -> ModelDetails:
     return ModelDetails("", "onnx", family, [family], size, precision)
 
 
-PROTOCOL: Final = WireProtocol(
-    ("/api/tags", "/api/ps", "/api/show", "/api/version"), routes, error_body
-)
+PROTOCOL: Final = WireProtocol(routes)

@@ -16,7 +16,6 @@ from cloze.service.errors import EmptyRequest, InvalidRequest, Location, Unknown
 from cloze.service.http.errors import ErrorInfo
 from cloze.service.http.routes import RAW, Route, RouteDoc
 from cloze.service.protocols.protocol import (
-    STATUSES_WITHOUT_422,
     ProtocolContext,
     TaskRoute,
     WireProtocol,
@@ -188,13 +187,11 @@ class _Embeddings(TaskRoute):
         "One vector per text, in OpenAI's shape",
         "OpenAI",
         EmbeddingList,
-        OpenAiErrorBody,
         media_types=(RAW,),
         headers=METADATA,
         examples={
             "Two texts": {"input": ["What is deep learning?", "A cat sat."], "model": "cloze-bert"}
         },
-        errors=STATUSES_WITHOUT_422,
     )
 
     def to_call(self, _: ServedRequest, body: OpenAiEmbeddingsBody) -> tuple[Any, Any]:
@@ -271,4 +268,6 @@ def embeddings_route(context: ProtocolContext) -> TaskRoute:
     return _Embeddings(context)
 
 
-PROTOCOL: Final = WireProtocol(("/v1/", _PATH, _ALIAS), routes, error_body)
+PROTOCOL: Final = WireProtocol(
+    routes, ("/v1/", _PATH, _ALIAS, "/models"), OpenAiErrorBody, error_body
+)

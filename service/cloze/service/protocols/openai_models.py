@@ -15,7 +15,6 @@ from starlette.responses import Response
 
 from cloze.service.http.routes import RECORD, Route
 from cloze.service.models.pipeline import Pipeline
-from cloze.service.protocols.openai import OpenAiErrorBody, error_body
 from cloze.service.protocols.protocol import (
     ProtocolContext,
     WireProtocol,
@@ -89,7 +88,7 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
         status = ModelStatus(**asdict(row), name=pipeline.manifest.name, model_type=kind)
         return json_response(status)
 
-    get = partial(get_route, tag="OpenAI", error_body=OpenAiErrorBody)
+    get = partial(get_route, tag="OpenAI")
     return [
         get("/v1/models", models, "The names of served models, in OpenAI's shape", ModelList),
         get(_SHORT_PATH, models, "The names of served models, in OpenAI's shape", ModelList),
@@ -106,4 +105,4 @@ def _row(pipeline: Pipeline, name: str) -> ModelRow:
     return ModelRow(name, "model", created, "cloze", own, spaces, "base", {})
 
 
-PROTOCOL: Final = WireProtocol((_SHORT_PATH,), routes, error_body)
+PROTOCOL: Final = WireProtocol(routes)

@@ -28,7 +28,6 @@ from cloze.service.protocols.pooling_wire import (
     error_body,
 )
 from cloze.service.protocols.protocol import (
-    STATUSES_WITHOUT_422,
     ProtocolContext,
     TaskRoute,
     WireProtocol,
@@ -69,14 +68,12 @@ class _PoolingRoute(TaskRoute):
         "The vectors or the scores of texts or of their tokens, in vLLM's shape",
         "vLLM",
         PooledTexts,
-        PoolingErrorBody,
         examples={
             "Vectors of tokens": {"input": "A cat sat.", "task": "token_embed"},
             "The model's labels": {"input": ["The room was loud."], "task": "classify"},
         },
         media_types=(RAW,),
         headers=METADATA,
-        errors=STATUSES_WITHOUT_422,
     )
 
     def __init__(
@@ -201,4 +198,4 @@ def pooling_route(context: ProtocolContext) -> TaskRoute:
     return _Pooling(context)
 
 
-PROTOCOL: Final = WireProtocol((_PATH,), routes, error_body)
+PROTOCOL: Final = WireProtocol(routes, (_PATH,), PoolingErrorBody, error_body)

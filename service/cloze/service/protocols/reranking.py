@@ -29,7 +29,6 @@ from cloze.service.http.errors import ErrorInfo
 from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.protocols import openai
 from cloze.service.protocols.protocol import (
-    STATUSES_WITHOUT_422,
     LenientModel,
     ProtocolContext,
     TaskRoute,
@@ -122,7 +121,6 @@ class _Documents(RankRoute):
         "Documents in the order of their relevance to a query, in Cohere's and Jina's shape",
         "Reranking",
         RankedDocuments,
-        openai.OpenAiErrorBody,
         examples={
             "Two documents": {
                 "query": "Who died?",
@@ -131,7 +129,6 @@ class _Documents(RankRoute):
             }
         },
         headers=RANKED_BY,
-        errors=STATUSES_WITHOUT_422,
     )
 
     def __init__(self, context: ProtocolContext, path: str) -> None:
@@ -213,4 +210,4 @@ def other_routes(context: ProtocolContext) -> Mapping[str, TaskRoute]:
     return {"documents": _Documents(context, PATH)}
 
 
-PROTOCOL: Final = WireProtocol((_V1, _V2), routes, error_body)
+PROTOCOL: Final = WireProtocol(routes, (_V1, _V2), RerankErrorBody, error_body)

@@ -18,12 +18,10 @@ from cloze.service.http.routes import Route
 from cloze.service.protocols import openai, pooling, reranking, tei, vllm
 from cloze.service.protocols.native import Dispatcher
 from cloze.service.protocols.protocol import (
-    ErrorBody,
     ProtocolContext,
     TaskRoute,
     WireProtocol,
     answer_probe,
-    error_body,
     get_route,
 )
 from cloze.service.protocols.rank_routes import RANKED_BY
@@ -85,11 +83,10 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
     """Return the routes that SageMaker asks."""
     ping = partial(answer_probe, context.state.why_unready, None)
     summary = "Readiness, for SageMaker"
-    doc = {"tag": "SageMaker", "error_body": ErrorBody}
     return [
-        get_route("/ping", ping, summary, None, 503, **doc),
+        get_route("/ping", ping, summary, None, 503, tag="SageMaker"),
         _Invocations(context).bind("/invocations"),
     ]
 
 
-PROTOCOL: Final = WireProtocol(("/ping", "/invocations"), routes, error_body, has_422=True)
+PROTOCOL: Final = WireProtocol(routes)

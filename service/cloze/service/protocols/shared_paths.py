@@ -80,7 +80,6 @@ class SharedRoute(TaskRoute):
         self.doc = replace(
             own.doc,
             result=Union[tuple(doc.result for doc in docs)],  # noqa: UP007
-            error_body=SharedErrorBody,
             examples={title: body for doc in docs for title, body in doc.examples.items()},
             headers={name: header for doc in docs for name, header in doc.headers.items()},
         )
@@ -113,6 +112,6 @@ class SharedRoute(TaskRoute):
 
 
 PROTOCOL: Final = WireProtocol(
-    ("/rerank", "/score", "/classify"), lambda _: (), error_body, has_422=True
+    lambda _: (), ("/rerank", "/score", "/classify"), SharedErrorBody, error_body, has_422=True
 )
 """The errors of the shared paths, whose routes the protocols bind."""

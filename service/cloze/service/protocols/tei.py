@@ -18,12 +18,10 @@ from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.protocols import reranking
 from cloze.service.protocols.protocol import (
-    ErrorBody,
     LenientModel,
     ProtocolContext,
     TaskRoute,
     WireProtocol,
-    error_body,
 )
 from cloze.service.protocols.rank_routes import RANKED_BY, RankRoute, can_rank
 from cloze.service.protocols.shared_paths import SharedRoute
@@ -70,7 +68,7 @@ class DecodeBody(token_ids.DecodeParameters, LenientModel):
     model: str | None = _MODEL
 
 
-_doc = partial(RouteDoc, tag="text-embeddings-inference", error_body=ErrorBody)
+_doc = partial(RouteDoc, tag="text-embeddings-inference")
 
 
 def routes(context: ProtocolContext) -> Sequence[Route]:
@@ -192,6 +190,4 @@ class _Decode(TokenizerRoute):
         return body.ids, body
 
 
-PROTOCOL: Final = WireProtocol(
-    ("/predict", "/tokenize", "/decode"), routes, error_body, has_422=True
-)
+PROTOCOL: Final = WireProtocol(routes)

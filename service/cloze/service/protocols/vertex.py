@@ -89,7 +89,6 @@ class _Predict(TaskRoute):
         "The predictions of one task for instances",
         _TAG,
         Predictions,
-        ErrorBody,
         headers=RANKED_BY,
         examples={
             "Two texts": {"instances": ["What is deep learning?", {"inputs": "A cat sat."}]},
@@ -211,9 +210,10 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
         found.append(route.bind(context.predict_route))
     if context.health_route:
         health = partial(answer_probe, context.state.why_unready, None)
-        doc = {"tag": _TAG, "error_body": ErrorBody}
-        found.append(get_route(context.health_route, health, "Readiness", None, 503, **doc))
+        found.append(get_route(context.health_route, health, "Readiness", None, 503, tag=_TAG))
     return found
 
 
-PROTOCOL: Final = WireProtocol(("/vertex",), routes, error_body, has_422=True, suffix=":predict")
+PROTOCOL: Final = WireProtocol(
+    routes, ("",), ErrorBody, error_body, has_422=True, suffix=":predict"
+)

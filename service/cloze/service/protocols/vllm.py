@@ -18,7 +18,6 @@ from cloze.service.errors import InvalidRequest, Location
 from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.protocols import openai
 from cloze.service.protocols.protocol import (
-    STATUSES_WITHOUT_422,
     ProtocolContext,
     TaskRoute,
     WireProtocol,
@@ -127,12 +126,10 @@ class _Score(RankRoute):
         "The relevance of texts to queries, in vLLM's shape",
         "vLLM",
         ScoredTexts,
-        openai.OpenAiErrorBody,
         examples={
             "One query": {"queries": "Who died?", "documents": ["A ship left.", "The king died."]}
         },
         headers=RANKED_BY,
-        errors=STATUSES_WITHOUT_422,
     )
 
     def to_call(self, _: ServedRequest, body: PairsBody) -> tuple[Any, Any]:
@@ -190,9 +187,7 @@ class _Classify(TaskRoute):
         "The labels of texts, in vLLM's and Infinity's shapes",
         "vLLM",
         ScoredTexts,
-        openai.OpenAiErrorBody,
         examples={"Two texts": {"input": ["The room was loud.", "The staff was friendly."]}},
-        errors=STATUSES_WITHOUT_422,
     )
 
     def to_call(self, _: ServedRequest, body: ClassifyBody) -> tuple[Any, Any]:
@@ -229,4 +224,4 @@ def other_routes(context: ProtocolContext) -> Mapping[str, Mapping[str, TaskRout
     }
 
 
-PROTOCOL: Final = WireProtocol(("/v1/score", "/v1/classify"), routes, openai.error_body)
+PROTOCOL: Final = WireProtocol(routes)

@@ -97,7 +97,6 @@ class _Vectors(TaskRoute):
         "One vector per text, in Weaviate's shape",
         "Weaviate",
         TextVector | TextVectors,
-        WeaviateErrorBody,
         examples={
             "One text": {"text": "A cat sat.", "config": {"task_type": "passage"}},
             "Two texts": {"texts": ["A cat sat.", "A dog ran."]},
@@ -174,7 +173,7 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
             }
         )
 
-    get = partial(get_route, tag="Weaviate", error_body=WeaviateErrorBody)
+    get = partial(get_route, tag="Weaviate")
     probe = partial(_no_content, context)
     return [
         _Vectors(context).bind("/vectors"),
@@ -185,8 +184,5 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
 
 
 PROTOCOL: Final = WireProtocol(
-    ("/vectors", "/meta", "/.well-known/"),
-    routes,
-    lambda error: WeaviateErrorBody(error.message),
-    has_422=True,
+    routes, ("/vectors", "/meta", "/.well-known/"), WeaviateErrorBody, has_422=True
 )

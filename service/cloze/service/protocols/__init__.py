@@ -20,10 +20,8 @@ from cloze.service.protocols import (
     native,
     nvidia,
     ollama,
-    ollama_models,
     open_inference,
     openai,
-    openai_models,
     pooling,
     reranking,
     sagemaker,
@@ -38,8 +36,8 @@ from cloze.service.protocols.protocol import ProtocolContext, WireProtocol
 PROTOCOLS: Final[tuple[WireProtocol, ...]] = tuple(
     module.PROTOCOL
     for module in (
-        *(native, tei, openai, openai_models, open_inference, cohere, reranking, nvidia, vllm),
-        *(pooling, ollama, ollama_models, sagemaker, weaviate, vertex, gliner, shared_paths),
+        *(native, tei, openai, open_inference, cohere, reranking, nvidia, vllm),
+        *(pooling, ollama, sagemaker, weaviate, vertex, gliner, shared_paths),
     )
 )
 

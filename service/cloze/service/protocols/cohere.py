@@ -20,12 +20,7 @@ from pydantic.config import JsonDict
 from cloze.service.core import Float32, ServedRequest
 from cloze.service.errors import InvalidRequest, Location
 from cloze.service.http.routes import Route, RouteDoc
-from cloze.service.protocols.protocol import (
-    LenientModel,
-    ProtocolContext,
-    TaskRoute,
-    WireProtocol,
-)
+from cloze.service.protocols.protocol import LenientModel, ProtocolContext, TaskRoute, WireProtocol
 from cloze.service.protocols.shared_paths import ServedName
 from cloze.service.protocols.tei import TokenizerRoute
 from cloze.service.protocols.vector_numbers import INTEGERS

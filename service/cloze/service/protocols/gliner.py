@@ -13,12 +13,7 @@ from cloze.service.core import ServedRequest
 from cloze.service.errors import InvalidRequest, Location, MissingField
 from cloze.service.http.body import load, validate
 from cloze.service.http.routes import Route, RouteDoc
-from cloze.service.protocols.protocol import (
-    LenientModel,
-    ProtocolContext,
-    TaskRoute,
-    WireProtocol,
-)
+from cloze.service.protocols.protocol import LenientModel, ProtocolContext, TaskRoute, WireProtocol
 from cloze.service.protocols.shared_paths import ServedName
 from cloze.service.tasks import entities
 from cloze.service.tasks.task import INPUTS

@@ -1,24 +1,33 @@
-"""OpenAI's protocol: ``/v1/embeddings``, with OpenAI's errors.
+"""OpenAI's protocol: ``/v1/embeddings`` and the lists of models, with OpenAI's errors.
 
-Its body also has the fields of clients that follow it, those of Voyage, Jina and NVIDIA.
+A body of embeddings also has the fields of clients that follow OpenAI: Voyage, Jina and NVIDIA. A
+model has a row per name: NAME@VERSION, NAME for the newest version, and each alias. Some clients
+refuse a name that has no row.
 """
 
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Final, Literal
+from urllib.parse import unquote
 
 from pydantic import AliasChoices, Field
+from starlette.requests import Request
+from starlette.responses import Response
 
 from cloze.service.core import ServedRequest
 from cloze.service.errors import EmptyRequest, InvalidRequest, Location, UnknownModel
 from cloze.service.http.errors import ErrorInfo
-from cloze.service.http.routes import RAW, Route, RouteDoc
+from cloze.service.http.routes import RAW, RECORD, Route, RouteDoc
+from cloze.service.models.pipeline import Pipeline
 from cloze.service.protocols.protocol import (
     ProtocolContext,
     TaskRoute,
     WireProtocol,
+    get_route,
+    json_response,
 )
 from cloze.service.protocols.vector_numbers import (
     BYTES,
@@ -29,7 +38,7 @@ from cloze.service.protocols.vector_numbers import (
     bytes_answer,
     check_described,
 )
-from cloze.service.tasks import embed
+from cloze.service.tasks import embed, rerank
 from cloze.service.tasks.task import INPUTS
 from cloze.service.tasks.texts import (
     INPUT_TYPES,
@@ -46,6 +55,8 @@ _PATH: Final = "/v1/embeddings"
 _ALIAS: Final = "/embeddings"
 """Another path of ``/v1/embeddings``, which text-embeddings-inference has."""
 
+_MODELS: Final = ("/v1/models", "/models")
+"""The paths of the list of models; the servers of vLLM and Infinity have the second."""
 
 Numbers = Literal["float", "base64", "binary", "ubinary", "bytes", "bytes_only"]
 
@@ -257,10 +268,43 @@ def _joined(texts: Any) -> tuple[str, list[tuple[int, int]]]:
     return " ".join(texts), list(zip(starts, ends, strict=True))
 
 
-def routes(context: ProtocolContext) -> Sequence[Route]:
-    """Return the routes for OpenAI's clients."""
-    embeddings = _Embeddings(context)
-    return [embeddings.bind(_PATH), embeddings.bind(_ALIAS)]
+@dataclass(frozen=True, slots=True)
+class ModelRow:
+    """A name of a served model; ``created`` is in seconds since 1970.
+
+    ``embedding_space`` names the space of the vectors of `/v1/embeddings`; null for a model that
+    does not embed. ``embedding_spaces`` has the names of all its vectors by task. Mistral's clients
+    read a row by its ``type``, and need ``capabilities``, here none of those that they list.
+    """
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    embedding_space: str | None
+    embedding_spaces: dict[str, str | None]
+    type: Literal["base"]
+    capabilities: dict[str, bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStatus(ModelRow):
+    """One served model, with the fields of KServe's V1 protocol.
+
+    Xinference's clients choose by `model_type` how to ask the model; it is null for other models.
+    """
+
+    name: str
+    model_type: Literal["embedding", "rerank"] | None
+    ready: Literal[True] = True
+
+
+@dataclass(frozen=True, slots=True)
+class ModelList:
+    """The response to ``GET /v1/models``."""
+
+    object: Literal["list"]
+    data: list[ModelRow]
 
 
 def embeddings_route(context: ProtocolContext) -> TaskRoute:
@@ -268,6 +312,46 @@ def embeddings_route(context: ProtocolContext) -> TaskRoute:
     return _Embeddings(context)
 
 
+def routes(context: ProtocolContext) -> Sequence[Route]:
+    """Return the routes for OpenAI's clients: embeddings, and the names of models."""
+    embeddings, get = _Embeddings(context), partial(get_route, tag="OpenAI")
+    models, model = partial(_models, context), partial(_model, context)
+    names, about = "The names of served models", "A served model"
+    return [
+        *(embeddings.bind(path) for path in (_PATH, _ALIAS)),
+        *(get(path, models, f"{names}, in OpenAI's shape", ModelList) for path in _MODELS),
+        get(f"{_MODELS[0]}/{{model}}", model, f"{about}, in OpenAI's shape", ModelStatus, 404, 503),
+    ]
+
+
+async def _models(context: ProtocolContext, request: Request) -> Response:
+    models = context.models_of(request.scope[RECORD])
+    rows = [_row(p, name) for p in models.pipelines for name in models.names_of[p]]
+    return json_response(ModelList("list", rows))
+
+
+async def _model(context: ProtocolContext, request: Request) -> Response:
+    models = context.models_of(request.scope[RECORD])
+    pipeline = models.named(unquote(request.path_params["model"]))
+    if (error := context.state.why_unready()) is not None:
+        raise error
+    row = _row(pipeline, pipeline.reference)
+    kind: Literal["embedding", "rerank"] | None = None
+    if embed.TASK.name in models.tasks_of[pipeline]:
+        kind = "embedding"
+    elif rerank.scorer_of(pipeline.manifest) == "classifier":
+        kind = "rerank"
+    status = ModelStatus(**asdict(row), name=pipeline.manifest.name, model_type=kind)
+    return json_response(status)
+
+
+def _row(pipeline: Pipeline, name: str) -> ModelRow:
+    created = int(pipeline.manifest.created.timestamp())
+    spaces = pipeline.own_spaces()
+    own = spaces.get(embed.TASK.name)
+    return ModelRow(name, "model", created, "cloze", own, spaces, "base", {})
+
+
 PROTOCOL: Final = WireProtocol(
-    routes, ("/v1/", _PATH, _ALIAS, "/models"), OpenAiErrorBody, error_body
+    routes, ("/v1/", _PATH, _ALIAS, _MODELS[1]), OpenAiErrorBody, error_body
 )

@@ -8,41 +8,108 @@ Source: vLLM's OpenAPI document.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
+from pydantic import Field
 
 from cloze.service.core import Float32, ServedRequest
 from cloze.service.errors import InvalidRequest, Location, WrongTask
 from cloze.service.http.body import load, validate
+from cloze.service.http.errors import ErrorInfo
 from cloze.service.http.routes import RAW, Route, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.protocols import openai
-from cloze.service.protocols.pooling_wire import (
-    PooledText,
-    PooledTexts,
-    PoolingBody,
-    PoolingErrorBody,
-    TaskName,
-    error_body,
-)
-from cloze.service.protocols.protocol import (
-    ProtocolContext,
-    TaskRoute,
-    WireProtocol,
-)
+from cloze.service.protocols.protocol import ProtocolContext, TaskRoute, WireProtocol
+from cloze.service.protocols.shared_paths import ServedName
 from cloze.service.protocols.vector_numbers import (
     BYTES,
     METADATA,
     Envelope,
+    NumbersBody,
     bytes_answer,
     check_described,
 )
 from cloze.service.protocols.vllm import LabelParameters
 from cloze.service.tasks import Task, embed, embed_all, text_classification, token_classification
 from cloze.service.tasks.task import INPUTS, softmax
-from cloze.service.tasks.texts import PromptTokens
+from cloze.service.tasks.texts import PromptTokens, TextsOrIds, TokenLimit
+from cloze.service.tasks.wire import Count
+
+TaskName = Literal["embed", "token_embed", "classify", "token_classify", "score", "plugin"]
+
+
+class PoolingBody(NumbersBody):
+    """The body of ``POST /pooling``."""
+
+    model: ServedName = None
+    input: TextsOrIds = Field(description="a text, its token ids, or a list of either")
+    task: TaskName | None = Field(
+        None,
+        description="what to compute; score and plugin are refused; the default is token_embed, or "
+        "token_classify if the model gives no vectors of tokens",
+    )
+    encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = Field(
+        None,
+        description="how the numbers are written; bytes and bytes_only have no JSON, and a header "
+        '"metadata" describes bytes; the default is float',
+    )
+    dimensions: Count | None = Field(None, description="leading dimensions to keep, for embed")
+    normalize: bool | None = None
+    """whether to scale vectors of embed to length 1; default: the model's"""
+    use_activation: bool | None = None
+    """whether scores of labels are probabilities; the default is true"""
+    truncate_prompt_tokens: TokenLimit = None
+    user: str | None = Field(None, description="accepted and ignored")
+
+
+@dataclass(frozen=True, slots=True)
+class PooledText:
+    """The numbers of a text: [D], or [tokens][D]; base64 has them in this order."""
+
+    index: int
+    object: Literal["pooling"]
+    data: list[float] | list[list[float]] | str
+
+
+@dataclass(frozen=True, slots=True)
+class PooledTexts:
+    """The response to ``POST /pooling``; ``created`` is in seconds since 1970."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[PooledText]
+    usage: openai.Usage
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingError:
+    """The details of an error; ``code`` is its status."""
+
+    message: str
+    type: Literal["BadRequestError", "NotFoundError", "InternalServerError"]
+    param: str | None
+    code: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingErrorBody:
+    """An error in vLLM's shape."""
+
+    error: PoolingError
+
+
+def error_body(error: ErrorInfo) -> PoolingErrorBody:
+    """Return the body of an error."""
+    kind: Any = "BadRequestError" if error.status < 500 else "InternalServerError"
+    kind = "NotFoundError" if error.status == 404 else kind
+    code = 400 if error.status == 422 else error.status
+    return PoolingErrorBody(PoolingError(error.message, kind, None, code))
+
 
 _PATH: Final = "/pooling"
 _VECTOR_FIELDS: Final = ("dimensions", "normalize")

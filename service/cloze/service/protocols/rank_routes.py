@@ -6,20 +6,9 @@ from typing import Any, Final
 from cloze.service.core import ServedRequest
 from cloze.service.http.body import BytesResponse
 from cloze.service.models.pipeline import Models, Pipeline
-from cloze.service.protocols.protocol import (
-    LenientModel,
-    ProtocolContext,
-    TaskRoute,
-    json_response,
-)
+from cloze.service.protocols.protocol import LenientModel, ProtocolContext, TaskRoute, json_response
 from cloze.service.protocols.shared_paths import ServedName
-from cloze.service.tasks import (
-    embed_all,
-    late_interaction,
-    rerank,
-    similarity,
-    text_classification,
-)
+from cloze.service.tasks import embed_all, late_interaction, rerank, similarity, text_classification
 from cloze.service.tasks.texts import PromptTokens, TokenLimit
 
 RANKED_BY: Final[Mapping[str, tuple[str, str]]] = {

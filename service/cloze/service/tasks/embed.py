@@ -20,13 +20,7 @@ from cloze.model_store.heads import (
 from cloze.service.core import Float32
 from cloze.service.errors import InvalidRequest, Location, WrongTask
 from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext
-from cloze.service.tasks.texts import (
-    Bounds,
-    EmbedInputs,
-    TextEncoder,
-    TextParameters,
-    encode_texts,
-)
+from cloze.service.tasks.texts import Bounds, EmbedInputs, TextEncoder, TextParameters, encode_texts
 from cloze.service.tasks.wire import Count, CountOrZero, NotEmpty, check_range
 
 Layers = Literal["first", "second-to-last", "last", "sum-last-four", "concat-last-four", "sum-all"]

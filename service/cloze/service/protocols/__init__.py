@@ -18,7 +18,6 @@ from cloze.service.protocols import (
     cohere,
     gliner,
     native,
-    nvidia,
     ollama,
     open_inference,
     openai,
@@ -36,7 +35,7 @@ from cloze.service.protocols.protocol import ProtocolContext, WireProtocol
 PROTOCOLS: Final[tuple[WireProtocol, ...]] = tuple(
     module.PROTOCOL
     for module in (
-        *(native, tei, openai, open_inference, cohere, reranking, nvidia, vllm),
+        *(native, tei, openai, open_inference, cohere, reranking, vllm),
         *(pooling, ollama, sagemaker, weaviate, vertex, gliner, shared_paths),
     )
 )

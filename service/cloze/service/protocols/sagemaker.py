@@ -24,7 +24,7 @@ from cloze.service.protocols.protocol import (
     answer_probe,
     get_route,
 )
-from cloze.service.protocols.rank_routes import RANKED_BY
+from cloze.service.protocols.reranking import RANKED_BY
 from cloze.service.tasks import rerank
 
 

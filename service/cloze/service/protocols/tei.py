@@ -18,7 +18,7 @@ from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.protocols import reranking
 from cloze.service.protocols.protocol import LenientModel, ProtocolContext, TaskRoute, WireProtocol
-from cloze.service.protocols.rank_routes import RANKED_BY, RankRoute, can_rank
+from cloze.service.protocols.reranking import RANKED_BY, RankRoute, can_rank
 from cloze.service.protocols.shared_paths import SharedRoute
 from cloze.service.tasks import embed, rerank, text_classification, token_ids
 from cloze.service.tasks.task import INPUTS

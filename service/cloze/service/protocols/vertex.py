@@ -44,7 +44,7 @@ from cloze.service.protocols.protocol import (
     get_route,
     ignored_fields,
 )
-from cloze.service.protocols.rank_routes import RANKED_BY
+from cloze.service.protocols.reranking import RANKED_BY
 from cloze.service.tasks import Task, embed, rerank, text_classification, token_classification
 from cloze.service.tasks.task import INPUTS
 from cloze.service.tasks.wire import NotEmpty, NotEmptyText

@@ -18,7 +18,7 @@ from cloze.service.errors import InvalidRequest, Location
 from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.protocols import openai
 from cloze.service.protocols.protocol import ProtocolContext, TaskRoute, WireProtocol
-from cloze.service.protocols.rank_routes import (
+from cloze.service.protocols.reranking import (
     RANKED_BY,
     RankParameters,
     RankRoute,

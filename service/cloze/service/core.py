@@ -74,16 +74,11 @@ class Changes:
 
 # Values that every request creates are tuples: a frozen dataclass takes three times as long.
 class BatchResult(NamedTuple):
-    """The results of a request's encodings, in their order.
-
-    Attributes:
-        queue_s: seconds from admission until the first encoding ran.
-        inference_s: seconds from the start of the first encoding to the end of the last.
-    """
+    """The results of a request's encodings, in their order."""
 
     outputs: list[HeadOutputs]
-    queue_s: float
-    inference_s: float
+    queue_s: float  # seconds from admission until the first encoding ran
+    inference_s: float  # seconds from the start of the first encoding to the end of the last
 
 
 class BatchFill(StrEnum):

@@ -95,22 +95,16 @@ MOST_ADAPTER_SERIES = 32
 
 @dataclass(slots=True, eq=False)
 class Snapshot:
-    """The models of one state of the store, and what follows from them.
-
-    Attributes:
-        routes: the routes of all protocols, which `app` answers besides `PAGES`.
-        paths: the paths of the routes and of `PAGES`.
-        metric_names: the model in the metrics of each served model, by its full name.
-        running: number of requests that `app` has not answered.
-    """
+    """The models of one state of the store, and what follows from them."""
 
     models: Models
     gate: Gate
     app: ASGIApp
-    routes: Sequence[Route]
-    paths: Paths
+    routes: Sequence[Route]  # the routes of all protocols, which `app` answers besides `PAGES`
+    paths: Paths  # the paths of the routes and of `PAGES`
+    # The model in the metrics of each served model, by its full name.
     metric_names: Mapping[str, str]
-    running: int = 0
+    running: int = 0  # number of requests that `app` has not answered
 
     @property
     def by_name(self) -> dict[str, ServedModel]:

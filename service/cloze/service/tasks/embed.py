@@ -46,18 +46,13 @@ class EmbedParameters(TextParameters):
 
 
 class _State(NamedTuple):
-    """How the outputs of one request become its vectors.
+    """How the outputs of one request become its vectors."""
 
-    Attributes:
-        head: name of the head that gives the vectors.
-        recipe: the length and the number of dimensions of the vectors.
-        windows: the tokens of each window of each text; None: a text has one encoding.
-        spans: the (first, end) tokens of each vector of the only text; None: a vector per text.
-    """
-
-    head: str
-    recipe: VectorRecipe
+    head: str  # name of the head that gives the vectors
+    recipe: VectorRecipe  # the length and the number of dimensions of the vectors
+    # The tokens of each window of each text; None: a text has one encoding.
     windows: list[list[int]] | None = None
+    # The (first, end) tokens of each vector of the only text; None: a vector per text.
     spans: list[Bounds] | None = None
 
 

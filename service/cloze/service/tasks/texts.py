@@ -93,24 +93,16 @@ _OVERLAP: Final = 4
 
 
 class LongTextRule(NamedTuple):
-    """What a request does with its long texts.
-
-    Attributes:
-        refused_by: the parameter that refuses them, for the error.
-        side: the end of a long text to cut; None: the model's.
-        stride: tokens that neighbouring windows share; None: a quarter of a window.
-        divides_pairs: whether windows divide the second text of a pair, which is refused otherwise.
-        report: whether to report how much of each text was used.
-        most_tokens: most tokens of a sequence, with its special tokens; None: as many as the model
-            reads.
-    """
+    """What a request does with its long texts."""
 
     choice: LongText
-    refused_by: str = "long_text is error"
-    side: Side | None = None
-    stride: int | None = None
-    report: bool | None = False
+    refused_by: str = "long_text is error"  # the parameter that refuses them, for the error
+    side: Side | None = None  # the end of a long text to cut; None: the model's
+    stride: int | None = None  # tokens that neighbouring windows share; None: a quarter of a window
+    report: bool | None = False  # whether to report how much of each text was used
+    # Whether windows divide the second text of a pair, which is refused otherwise.
     divides_pairs: bool = False
+    # Most tokens of a sequence, with its special tokens; None: as many as the model reads.
     most_tokens: int | None = None
 
     def check(self, at: Location, tokens: int, most: int, limit: str = "the model reads") -> None:
@@ -215,23 +207,17 @@ class TextEncoder:
     tokens is longer than the 10 that have room. A request may refuse the text, read its first or
     last 10 tokens, or read the windows (0, 10), (8, 18) and (16, 25), which share a quarter of a
     window.
-
-    Attributes:
-        requests: what each encoding asks of the heads.
-        prompt: the text before each text, unless each has its own.
-        before: number of tokens before those of a text.
-        texts: the texts and pairs so far.
-        window_tokens: tokens of all windows so far.
     """
 
     rule: LongTextRule
     context: TaskContext
     max_tokens: int
+    # What each encoding asks of the heads.
     requests: Mapping[str, HeadRequest] = field(default_factory=dict)
-    prompt: str = ""
-    before: int = 1
-    texts: list[EncodedText] = field(default_factory=list)
-    window_tokens: int = field(default=0, init=False)
+    prompt: str = ""  # the text before each text, unless each has its own
+    before: int = 1  # number of tokens before those of a text
+    texts: list[EncodedText] = field(default_factory=list)  # the texts and pairs so far
+    window_tokens: int = field(default=0, init=False)  # tokens of all windows so far
 
     @property
     def keep_end(self) -> bool:

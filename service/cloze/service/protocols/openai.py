@@ -124,7 +124,7 @@ class OpenAiEmbeddingsBody(NumbersBody):
     user: str | None = Field(None, description="accepted and ignored")
 
 
-class _EmbedParameters(PromptTokens, embed.EmbedParameters):
+class EmbedParameters(PromptTokens, embed.EmbedParameters):
     """The parameters of the task, and vLLM's limit."""
 
 
@@ -190,7 +190,9 @@ def error_body(error: ErrorInfo) -> OpenAiErrorBody:
     return OpenAiErrorBody(ErrorDetails(error.message, kind, None, code), error.message)
 
 
-class _Embeddings(TaskRoute):
+class Embeddings(TaskRoute):
+    """The route of embeddings."""
+
     task = embed.TASK
     body = OpenAiEmbeddingsBody
     names: ClassVar[Mapping[Location, str]] = {INPUTS: "input", Location(("spans",)): "input"}
@@ -206,6 +208,7 @@ class _Embeddings(TaskRoute):
     )
 
     def to_call(self, _: ServedRequest, body: OpenAiEmbeddingsBody) -> tuple[Any, Any]:
+        """Return the texts, and the parameters by the fields of all clients."""
         if isinstance(body.truncate, bool):
             truncation: dict[str, Any] = {"truncate": body.truncate}
         else:
@@ -220,7 +223,7 @@ class _Embeddings(TaskRoute):
             given = [part.text for part in given]
         if body.late_chunking:
             given, spans = _joined(given)
-        parameters = _EmbedParameters(
+        parameters = EmbedParameters(
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             dimensions=body.dimensions,
             input_type=body.input_type,
@@ -231,6 +234,7 @@ class _Embeddings(TaskRoute):
         return given, parameters
 
     def respond(self, request: ServedRequest, body: OpenAiEmbeddingsBody, value: Any) -> Any:
+        """Return the vectors in OpenAI's shape, or as vLLM's bytes."""
         identity = f"embd-{request.identity.decode('ascii')}"
         created = int(self.context.limits.clock.wall())
         model = request.model if body.model is None else body.model
@@ -307,14 +311,9 @@ class ModelList:
     data: list[ModelRow]
 
 
-def embeddings_route(context: ProtocolContext) -> TaskRoute:
-    """Return the route of embeddings, for a path of another protocol."""
-    return _Embeddings(context)
-
-
 def routes(context: ProtocolContext) -> Sequence[Route]:
     """Return the routes for OpenAI's clients: embeddings, and the names of models."""
-    embeddings, get = _Embeddings(context), partial(get_route, tag="OpenAI")
+    embeddings, get = Embeddings(context), partial(get_route, tag="OpenAI")
     models, model = partial(_models, context), partial(_model, context)
     names, about = "The names of served models", "A served model"
     return [

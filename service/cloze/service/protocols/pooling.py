@@ -7,9 +7,8 @@ default is ``token_embed``, or ``token_classify`` if the model gives no vectors 
 Source: vLLM's OpenAPI document.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
@@ -19,7 +18,7 @@ from cloze.service.core import Float32, ServedRequest
 from cloze.service.errors import InvalidRequest, Location, WrongTask
 from cloze.service.http.body import load, validate
 from cloze.service.http.errors import ErrorInfo
-from cloze.service.http.routes import RAW, Route, RouteDoc
+from cloze.service.http.routes import RAW, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.protocols import openai
 from cloze.service.protocols.protocol import ProtocolContext, TaskRoute, WireProtocol
@@ -118,16 +117,12 @@ _TASK_FIELDS: Final = (*_VECTOR_FIELDS, _ACTIVATION)
 """Fields of a body that only some tasks have: those of a text's vector, and that of labels."""
 
 
-class _EmbedParameters(PromptTokens, embed.EmbedParameters):
-    """The parameters of the task, and vLLM's limit."""
-
-
 class _TokenParameters(PromptTokens, embed_all.TokenParameters):
     """The parameters of the task, and vLLM's limit."""
 
 
 class _PoolingRoute(TaskRoute):
-    """The route of one task; `parameters` makes those of the task from a body."""
+    """The route of one task, which has some of `_TASK_FIELDS`."""
 
     body = PoolingBody
     names: ClassVar[Mapping[Location, str]] = {INPUTS: "input"}
@@ -143,14 +138,8 @@ class _PoolingRoute(TaskRoute):
         headers=METADATA,
     )
 
-    def __init__(
-        self,
-        context: ProtocolContext,
-        task: Task,
-        parameters: Callable[[PoolingBody], Any],
-        fields: Sequence[str],
-    ) -> None:
-        self.task, self._parameters, self._fields = task, parameters, fields
+    def __init__(self, context: ProtocolContext, task: Task, fields: Sequence[str] = ()) -> None:
+        self.task, self._fields = task, fields
         super().__init__(context)
 
     def to_call(self, _: ServedRequest, body: PoolingBody) -> tuple[Any, Any]:
@@ -165,6 +154,22 @@ class _PoolingRoute(TaskRoute):
             problem = f"has token ids; {self.task.name} needs texts"
             raise InvalidRequest(problem, Location(("input",)))
         return body.input, self._parameters(body)
+
+    def _parameters(self, body: PoolingBody) -> Any:
+        most = body.truncate_prompt_tokens
+        if self.task is embed.TASK:
+            return openai.EmbedParameters(
+                truncate_prompt_tokens=most, dimensions=body.dimensions, normalize=body.normalize
+            )
+        if self.task is embed_all.TASK:
+            return _TokenParameters(truncate_prompt_tokens=most)
+        if self.task is text_classification.IN_ORDER:
+            function: Any = "none" if body.use_activation is False else None
+            return LabelParameters(function_to_apply=function, truncate_prompt_tokens=most)
+        if most not in (None, -1):
+            at = Location(("truncate_prompt_tokens",))
+            raise InvalidRequest("is not served for token_classify; leave it out", at)
+        return token_classification.TokenClassificationParameters()
 
     def respond(self, request: ServedRequest, body: PoolingBody, value: Any) -> Any:
         """Return the numbers of each text."""
@@ -189,44 +194,16 @@ class _PoolingRoute(TaskRoute):
         return vectors
 
 
-def _label_parameters(body: PoolingBody) -> LabelParameters:
-    function: text_classification.Function | None = None
-    if body.use_activation is False:
-        function = "none"
-    most = body.truncate_prompt_tokens
-    return LabelParameters(function_to_apply=function, truncate_prompt_tokens=most)
-
-
-def _tag_parameters(body: PoolingBody) -> token_classification.TokenClassificationParameters:
-    if body.truncate_prompt_tokens not in (None, -1):
-        at = Location(("truncate_prompt_tokens",))
-        raise InvalidRequest("is not served for token_classify; leave it out", at)
-    return token_classification.TokenClassificationParameters()
-
-
-def _embed_parameters(body: PoolingBody) -> _EmbedParameters:
-    return _EmbedParameters(
-        truncate_prompt_tokens=body.truncate_prompt_tokens,
-        dimensions=body.dimensions,
-        normalize=body.normalize,
-    )
-
-
-def _token_parameters(body: PoolingBody) -> _TokenParameters:
-    return _TokenParameters(truncate_prompt_tokens=body.truncate_prompt_tokens)
-
-
-class _Pooling(_PoolingRoute):
+class Pooling(_PoolingRoute):
     """The route of all tasks, which the body chooses."""
 
     def __init__(self, context: ProtocolContext) -> None:
-        super().__init__(context, embed_all.TASK, _token_parameters, ())
-        make = partial(_PoolingRoute, context)
+        super().__init__(context, embed_all.TASK)
         routes: dict[TaskName, _PoolingRoute] = {
-            "token_embed": make(embed_all.TASK, _token_parameters, ()),
-            "token_classify": make(token_classification.LOGITS, _tag_parameters, (_ACTIVATION,)),
-            "embed": make(embed.TASK, _embed_parameters, _VECTOR_FIELDS),
-            "classify": make(text_classification.IN_ORDER, _label_parameters, (_ACTIVATION,)),
+            "token_embed": _PoolingRoute(context, embed_all.TASK),
+            "token_classify": _PoolingRoute(context, token_classification.LOGITS, (_ACTIVATION,)),
+            "embed": _PoolingRoute(context, embed.TASK, _VECTOR_FIELDS),
+            "classify": _PoolingRoute(context, text_classification.IN_ORDER, (_ACTIVATION,)),
         }
         self._routes = {n: r for n, r in routes.items() if r.task.name in context.tasks}
 
@@ -255,14 +232,6 @@ class _Pooling(_PoolingRoute):
         return self._routes[task], body
 
 
-def routes(context: ProtocolContext) -> Sequence[Route]:
-    """Return the route of vLLM's clients."""
-    return [pooling_route(context).bind(_PATH)]
-
-
-def pooling_route(context: ProtocolContext) -> TaskRoute:
-    """Return the route of all tasks, for a path of another protocol."""
-    return _Pooling(context)
-
-
-PROTOCOL: Final = WireProtocol(routes, (_PATH,), PoolingErrorBody, error_body)
+PROTOCOL: Final = WireProtocol(
+    lambda context: [Pooling(context).bind(_PATH)], (_PATH,), PoolingErrorBody, error_body
+)

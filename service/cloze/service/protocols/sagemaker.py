@@ -39,9 +39,9 @@ class _Invocations(Dispatcher):
             "query": tei.rerank_route(context),
         }
         self._by_model = [
-            openai.embeddings_route(context),
+            openai.Embeddings(context),
             vllm.other_routes(context)["/classify"]["input"],
-            pooling.pooling_route(context),
+            pooling.Pooling(context),
         ]
         examples = {
             **self.doc.examples,

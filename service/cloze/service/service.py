@@ -148,7 +148,6 @@ def _metric_names(served: Sequence[ServedModel]) -> dict[str, str]:
 
 
 def _return_memory() -> None:
-    """Return the memory of an old snapshot to the operating system."""
     gc.collect()
     return_freed_memory()
 
@@ -317,7 +316,6 @@ class Service:
         self._returns.closed(connection, self._clock.monotonic())
 
     async def _live(self, receive: Receive, send: Send) -> None:
-        """Begin and end with the server."""
         await receive()
         self.begin()
         await send({"type": "lifespan.startup.complete"})

@@ -180,7 +180,6 @@ class RequestLimits:
 
 
 def _why_ended(record: ServedRequest) -> errors.ServiceError:
-    """Return why a request ended early."""
     limit = f"the limit of {record.limit_s * 1000:.0f} ms"
     if record.connection is not None and record.connection.is_lost:
         return errors.ClientGone(_GONE)

@@ -197,7 +197,6 @@ def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _common(route: Route) -> dict[str, tuple[str, str]]:
-    """Return the headers of every response of a route."""
     return {"x-request-id": REQUEST_ID} | ({"x-model": MODEL} if route.doc.body else {})
 
 

@@ -217,5 +217,4 @@ def _exporter(endpoint: str) -> Any:
 
 
 def _epoch_ns(monotonic_s: float) -> int:
-    """Return a time since the epoch in nanoseconds."""
     return round((CLOCK.wall() - CLOCK.monotonic() + monotonic_s) * 1e9)

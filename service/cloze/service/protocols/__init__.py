@@ -1,6 +1,6 @@
 """One module per wire protocol: the routes of the protocol and the shape of its errors.
 
-To add a protocol, write a module with a `PROTOCOL` and add the `PROTOCOL` to `PROTOCOLS`.
+To add a protocol, write a module with a `PROTOCOL` and add the module to `PROTOCOLS`.
 """
 
 from dataclasses import replace

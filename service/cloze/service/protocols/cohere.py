@@ -248,10 +248,9 @@ class _Tokenize(TokenizerRoute):
         return TokenizeResponse(ids, texts, TokenizeMeta(ApiVersion("1")))
 
 
-def routes(context: ProtocolContext) -> Sequence[Route]:
-    """Return the routes for Cohere's clients."""
+def _routes(context: ProtocolContext) -> Sequence[Route]:
     embeds = [_Embed(context, "2").bind("/v2/embed"), _Embed(context, "1").bind("/v1/embed")]
     return [*embeds, _Tokenize(context).bind("/v1/tokenize")]
 
 
-PROTOCOL: Final = WireProtocol(routes, ("/v2/embed", "/v1/embed", "/v1/tokenize"), CohereErrorBody)
+PROTOCOL: Final = WireProtocol(_routes, ("/v2/embed", "/v1/embed", "/v1/tokenize"), CohereErrorBody)

@@ -86,9 +86,8 @@ class _Gliner(TaskRoute):
         return GlinerEntities(found)
 
 
-def routes(context: ProtocolContext) -> Sequence[Route]:
-    """Return the route of gliner's client."""
+def _routes(context: ProtocolContext) -> Sequence[Route]:
     return [_Gliner(context).bind(_PATH)] if entities.TASK.name in context.tasks else []
 
 
-PROTOCOL: Final = WireProtocol(routes, (_PATH,), GlinerErrorBody)
+PROTOCOL: Final = WireProtocol(_routes, (_PATH,), GlinerErrorBody)

@@ -68,7 +68,7 @@ _VECTOR_HEADERS: Final[Mapping[str, tuple[str, str]]] = {
 }
 
 
-def routes(context: ProtocolContext) -> Sequence[Route]:
+def _routes(context: ProtocolContext) -> Sequence[Route]:
     """Return one route per task, ``POST /``, and the routes for operators."""
     dispatcher, others = Dispatcher(context), vllm.other_routes(context)
     bound = []
@@ -315,4 +315,4 @@ class Dispatcher(TaskRoute):
         )
 
 
-PROTOCOL: Final = WireProtocol(routes, ("",), ErrorBody, error_body, has_422=True)
+PROTOCOL: Final = WireProtocol(_routes, ("",), ErrorBody, error_body, has_422=True)

@@ -8,7 +8,7 @@ Source: the released clients, ollama 0.6 for Python and for Node.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from typing import Any, ClassVar, Final
@@ -193,8 +193,7 @@ class OllamaShowResponse:
     modified_at: str
 
 
-def routes(context: ProtocolContext) -> Sequence[Route]:
-    """Return the routes for Ollama's clients."""
+def _routes(context: ProtocolContext) -> Sequence[Route]:
     embed_route = _Embed(context).bind("/api/embed")
     older_route = _Embeddings(context).bind("/api/embeddings")
     empty, get = OllamaEmbeddingsResponse([]), partial(get_route, tag="Ollama")
@@ -288,9 +287,8 @@ def _tag(pipeline: Pipeline, name: str) -> ModelTag:
 
 def _in_memory(pipeline: Pipeline) -> RunningModel:
     tag = _tag(pipeline, pipeline.manifest.name)
-    row = {field.name: getattr(tag, field.name) for field in fields(tag)}
     longest = pipeline.manifest.limits.max_tokens
-    return RunningModel(**row, expires_at=_NEVER, size_vram=0, context_length=longest)
+    return RunningModel(**asdict(tag), expires_at=_NEVER, size_vram=0, context_length=longest)
 
 
 def _details(pipeline: Pipeline) -> ModelDetails:
@@ -300,4 +298,4 @@ def _details(pipeline: Pipeline) -> ModelDetails:
     return ModelDetails("", "onnx", family, [family], size, precision)
 
 
-PROTOCOL: Final = WireProtocol(routes, ("/api/",), OllamaErrorBody)
+PROTOCOL: Final = WireProtocol(_routes, ("/api/",), OllamaErrorBody)

@@ -330,8 +330,7 @@ def _names(models: Models) -> list[str]:
     return list(dict.fromkeys(f"{bundle}.{task}" for bundle, task in pairs))
 
 
-def routes(context: ProtocolContext) -> Sequence[Route]:
-    """Return the routes of the protocol."""
+def _routes(context: ProtocolContext) -> Sequence[Route]:
     server, state = _Server(context), context.state
     get = partial(get_route, tag=_TAG)
     live = partial(answer_probe, state.why_restart, {"live": True})
@@ -366,4 +365,4 @@ _INFER: Final = RouteDoc(
     headers={**TIMING_HEADERS, tensors.JSON_LENGTH: ("integer", "bytes of the JSON")},
 )
 
-PROTOCOL: Final = WireProtocol(routes, ("/v2",), OpenInferenceErrorBody)
+PROTOCOL: Final = WireProtocol(_routes, ("/v2",), OpenInferenceErrorBody)

@@ -311,8 +311,7 @@ class ModelList:
     data: list[ModelRow]
 
 
-def routes(context: ProtocolContext) -> Sequence[Route]:
-    """Return the routes for OpenAI's clients: embeddings, and the names of models."""
+def _routes(context: ProtocolContext) -> Sequence[Route]:
     embeddings, get = Embeddings(context), partial(get_route, tag="OpenAI")
     models, model = partial(_models, context), partial(_model, context)
     names, about = "The names of served models", "A served model"
@@ -352,5 +351,5 @@ def _row(pipeline: Pipeline, name: str) -> ModelRow:
 
 
 PROTOCOL: Final = WireProtocol(
-    routes, ("/v1/", _PATH, _ALIAS, _MODELS[1]), OpenAiErrorBody, error_body
+    _routes, ("/v1/", _PATH, _ALIAS, _MODELS[1]), OpenAiErrorBody, error_body
 )

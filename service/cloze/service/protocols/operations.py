@@ -189,7 +189,6 @@ def _model_type(manifest: Manifest) -> dict[str, Any]:
 
 
 def _model(context: ProtocolContext, models: Models, pipeline: Pipeline) -> dict[str, Any]:
-    """Return what `/info` says of one model."""
     manifest, bundle, spaces = pipeline.manifest, pipeline.model.bundle, pipeline.own_spaces()
     described = {
         "name": manifest.name,

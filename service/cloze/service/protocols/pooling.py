@@ -102,8 +102,7 @@ class PoolingErrorBody:
     error: PoolingError
 
 
-def error_body(error: ErrorInfo) -> PoolingErrorBody:
-    """Return the body of an error."""
+def _error_body(error: ErrorInfo) -> PoolingErrorBody:
     kind: Any = "BadRequestError" if error.status < 500 else "InternalServerError"
     kind = "NotFoundError" if error.status == 404 else kind
     code = 400 if error.status == 422 else error.status
@@ -172,7 +171,6 @@ class _PoolingRoute(TaskRoute):
         return token_classification.TokenClassificationParameters()
 
     def respond(self, request: ServedRequest, body: PoolingBody, value: Any) -> Any:
-        """Return the numbers of each text."""
         arrays = [self.numbers(body, one) for one in value]
         created = int(self.context.limits.clock.wall())
         identity = f"pool-{request.identity.decode('ascii')}"
@@ -233,5 +231,5 @@ class Pooling(_PoolingRoute):
 
 
 PROTOCOL: Final = WireProtocol(
-    lambda context: [Pooling(context).bind(_PATH)], (_PATH,), PoolingErrorBody, error_body
+    lambda context: [Pooling(context).bind(_PATH)], (_PATH,), PoolingErrorBody, _error_body
 )

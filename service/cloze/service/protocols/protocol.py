@@ -161,12 +161,12 @@ def get_route(
 
 
 async def answer_probe(
-    problem: Callable[[], errors.ServiceError | None], value: Any, _: Request
+    problem: Callable[[], errors.ServiceError | None], value: Any, _: Request, status: int = 200
 ) -> Response:
-    """Return a value as JSON, or nothing for None, unless the server has the problem."""
+    """Return a value as JSON, or the status alone for None, unless the server has the problem."""
     if (error := problem()) is not None:
         raise error
-    return Response() if value is None else json_response(value)
+    return Response(status_code=status) if value is None else json_response(value)
 
 
 TIMING_HEADERS: Final[Mapping[str, tuple[str, str]]] = {

@@ -255,8 +255,7 @@ class RerankErrorBody(openai.OpenAiErrorBody):
     message: str
 
 
-def error_body(error: ErrorInfo) -> RerankErrorBody:
-    """Return the body of an error."""
+def _error_body(error: ErrorInfo) -> RerankErrorBody:
     described = openai.error_body(error)
     return RerankErrorBody(described.error, described.detail, error.message)
 
@@ -337,7 +336,7 @@ class _Ranking(RankRoute):
         return self.answer(request, Rankings(ranks, usage), value.by)
 
 
-def routes(context: ProtocolContext) -> Sequence[Route]:
+def _routes(context: ProtocolContext) -> Sequence[Route]:
     """Return the routes of the clients of Cohere, Jina and NVIDIA; `tei` has the other path."""
     if not can_rank(context):
         return []
@@ -360,4 +359,4 @@ def other_routes(context: ProtocolContext) -> Mapping[str, TaskRoute]:
     return {"documents": _Documents(context, PATH)}
 
 
-PROTOCOL: Final = WireProtocol(routes, (_V1, _V2), RerankErrorBody, error_body)
+PROTOCOL: Final = WireProtocol(_routes, (_V1, _V2), RerankErrorBody, _error_body)

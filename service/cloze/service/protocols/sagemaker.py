@@ -58,7 +58,6 @@ class _Invocations(Dispatcher):
         )
 
     def parse(self, request: ServedRequest, data: bytes) -> tuple[TaskRoute, Any]:
-        """Return the route that a body is for, and the body."""
         value = load(data, self.context.body_limits)
         if isinstance(value, dict) and "inputs" not in value:
             if "input" in value:
@@ -79,8 +78,7 @@ class _Invocations(Dispatcher):
         return self._by_model[0]
 
 
-def routes(context: ProtocolContext) -> Sequence[Route]:
-    """Return the routes that SageMaker asks."""
+def _routes(context: ProtocolContext) -> Sequence[Route]:
     ping = partial(answer_probe, context.state.why_unready, None)
     summary = "Readiness, for SageMaker"
     return [
@@ -89,4 +87,4 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
     ]
 
 
-PROTOCOL: Final = WireProtocol(routes)
+PROTOCOL: Final = WireProtocol(_routes)

@@ -48,8 +48,7 @@ class SharedErrorBody:
     detail: str
 
 
-def error_body(error: ErrorInfo) -> SharedErrorBody:
-    """Return the body of an error."""
+def _error_body(error: ErrorInfo) -> SharedErrorBody:
     message = error.message
     return SharedErrorBody(message, error.kind, error.code, message, message)
 
@@ -112,6 +111,6 @@ class SharedRoute(TaskRoute):
 
 
 PROTOCOL: Final = WireProtocol(
-    lambda _: (), ("/rerank", "/score", "/classify"), SharedErrorBody, error_body, has_422=True
+    lambda _: (), ("/rerank", "/score", "/classify"), SharedErrorBody, _error_body, has_422=True
 )
 """The errors of the shared paths, whose routes the protocols bind."""

@@ -66,8 +66,7 @@ class DecodeBody(token_ids.DecodeParameters, LenientModel):
 _doc = partial(RouteDoc, tag="text-embeddings-inference")
 
 
-def routes(context: ProtocolContext) -> Sequence[Route]:
-    """Return the routes for text-embeddings-inference's clients."""
+def _routes(context: ProtocolContext) -> Sequence[Route]:
     bound = [_Tokenize(context).bind("/tokenize"), _Decode(context).bind("/decode")]
     if text_classification.TASK.name in context.tasks:
         bound.append(_Predict(context).bind("/predict"))
@@ -185,4 +184,4 @@ class _Decode(TokenizerRoute):
         return body.ids, body
 
 
-PROTOCOL: Final = WireProtocol(routes)
+PROTOCOL: Final = WireProtocol(_routes)

@@ -292,7 +292,6 @@ class _Predict(TaskRoute):
         return Joined(native, inputs, shared, body), parsed
 
     def _ranked(self, body: InstancesBody, model: str | None) -> tuple[TaskRoute, BaseModel]:
-        """Return the route of an instance of the type rerank, and its fields as a body."""
         if (count := len(body.instances)) > 1:
             problem = f"has {count} instances; rerank takes one per request"
             raise errors.InvalidRequest(problem, INSTANCES)
@@ -338,8 +337,7 @@ class _Predict(TaskRoute):
             raise errors.InvalidRequest(problem, at)
 
 
-def routes(context: ProtocolContext) -> Sequence[Route]:
-    """Return the routes of instances, and the health route that Vertex AI asks for."""
+def _routes(context: ProtocolContext) -> Sequence[Route]:
     route = _Predict(context)
 
     async def predict(request: Request) -> Response:
@@ -357,5 +355,5 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
 
 
 PROTOCOL: Final = WireProtocol(
-    routes, ("",), ErrorBody, error_body, has_422=True, suffix=":predict"
+    _routes, ("",), ErrorBody, error_body, has_422=True, suffix=":predict"
 )

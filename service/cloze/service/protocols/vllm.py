@@ -203,7 +203,7 @@ class _Classify(TaskRoute):
         return _answer(self, request, body, rows)
 
 
-def routes(context: ProtocolContext) -> Sequence[Route]:
+def _routes(context: ProtocolContext) -> Sequence[Route]:
     """Return the routes below ``/v1``; `native` has the others."""
     bound = [_Score(context).bind("/v1/score")] if can_rank(context) else []
     if text_classification.TASK.name in context.tasks:
@@ -220,4 +220,4 @@ def other_routes(context: ProtocolContext) -> Mapping[str, Mapping[str, TaskRout
     }
 
 
-PROTOCOL: Final = WireProtocol(routes)
+PROTOCOL: Final = WireProtocol(_routes)

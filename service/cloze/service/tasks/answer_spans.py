@@ -175,7 +175,6 @@ class _Window(NamedTuple):
 def _search(
     question: Question, bounds: Bounds, logits: Float32, options: QaOptions, memory: SpanMemory
 ) -> _Window:
-    """Return the best spans of a window of a context."""
     check_awaited()
     # The start and end scores [2, 1 + C] of [CLS] and the C tokens of the context.
     first = question.context_start

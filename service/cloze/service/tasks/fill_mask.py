@@ -93,7 +93,6 @@ def prepare(
 
 
 def _targets(parameters: FillMaskParameters, limits: TaskLimits) -> list[str]:
-    """Return the distinct targets."""
     targets = parameters.targets or []
     targets = [targets] if isinstance(targets, str) else targets
     if (count := len(targets)) > (most := limits.max_top_k):

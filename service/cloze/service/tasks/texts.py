@@ -110,6 +110,14 @@ class LongTextRule(NamedTuple):
         if tokens > most and self.choice == "error":
             raise TextTooLong(f"has {tokens} tokens; {limit} {most}, and {self.refused_by}", at)
 
+    def limit(self, max_tokens: int) -> int:
+        """Return the most tokens of a sequence, for a model's limit."""
+        if (most := self.most_tokens) is None or _LEAST_TOKENS <= most <= max_tokens:
+            return max_tokens if most is None else most
+        known = f"-1 or {_LEAST_TOKENS} to {max_tokens}, which is what the model reads"
+        at = Location(("truncate_prompt_tokens",))
+        raise InvalidRequest(f"must be {known}, got {most}", at)
+
 
 class UsageParameters(WireModel):
     """Whether to report how much of each text was used."""
@@ -374,15 +382,6 @@ class TextEncoder:
         )
 
 
-def limited(most: int, max_tokens: int) -> int:
-    """Return the most tokens of a sequence of a request that limits them, for a model's limit."""
-    if not _LEAST_TOKENS <= most <= max_tokens:
-        known = f"-1 or {_LEAST_TOKENS} to {max_tokens}, which is what the model reads"
-        at = Location(("truncate_prompt_tokens",))
-        raise InvalidRequest(f"must be {known}, got {most}", at)
-    return most
-
-
 def encode_pairs(
     pairs: Sequence[tuple[Location, str, str | None]],
     rule: LongTextRule,
@@ -392,10 +391,7 @@ def encode_pairs(
     """Return the encodings of pairs of texts, and of texts whose second text is None."""
     texts = list(dict.fromkeys(text for _, *pair in pairs for text in pair if text is not None))
     ids = dict(zip(texts, context.tokenizer.ids(texts), strict=True))  # each text once
-    max_tokens = context.limits.max_tokens
-    if rule.most_tokens is not None:
-        max_tokens = limited(rule.most_tokens, max_tokens)
-    encoder = TextEncoder(rule, context, max_tokens, requests)
+    encoder = TextEncoder(rule, context, rule.limit(context.limits.max_tokens), requests)
     for at, first, second in pairs:
         if second is None:
             encoder.add(at, ids[first], first)
@@ -417,9 +413,7 @@ def encode_texts(
     All texts have the prompt, unless each has its own.
     """
     options, tokenizer = context.manifest.embedding, context.tokenizer
-    max_tokens = options.max_tokens if options else context.limits.max_tokens
-    if rule.most_tokens is not None:
-        max_tokens = limited(rule.most_tokens, max_tokens)
+    max_tokens = rule.limit(options.max_tokens if options else context.limits.max_tokens)
     prompts = prompts or [prompt] * len(texts)
     encoder = TextEncoder(rule, context, max_tokens, requests, prompt)
     lengths: dict[str, int] = {}

@@ -78,7 +78,6 @@ def _entailing(manifest: Manifest) -> tuple[int, slice] | None:
 
 
 def _why_not_served(manifest: Manifest) -> str | None:
-    """Return why a classifier cannot do this task; None if it can."""
     if _entailing(manifest) is not None:
         return None
     labels = [label for each in sequence_labels(manifest).sets for label in each.labels]

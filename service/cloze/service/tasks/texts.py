@@ -413,7 +413,9 @@ def encode_texts(
     All texts have the prompt, unless each has its own.
     """
     options, tokenizer = context.manifest.embedding, context.tokenizer
-    max_tokens = rule.limit(options.max_tokens if options else context.limits.max_tokens)
+    max_tokens = options.max_tokens if options else context.limits.max_tokens
+    if rule.most_tokens is not None:  # most requests do without the call
+        max_tokens = rule.limit(max_tokens)
     prompts = prompts or [prompt] * len(texts)
     encoder = TextEncoder(rule, context, max_tokens, requests, prompt)
     lengths: dict[str, int] = {}

@@ -34,7 +34,7 @@ from cloze.service.http.routes import RECORD, Route
 from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.models.served_models import ServedModel
 from cloze.service.observe.metrics import Metrics
-from cloze.service.protocols import PROTOCOLS, ProtocolContext, error_response
+from cloze.service.protocols import ProtocolContext, error_response, routes_of
 from cloze.service.tasks import TASKS, Task, TaskLimits
 from tests.support.task_model import ID, bundle
 
@@ -186,7 +186,7 @@ class Service:
             self.limits,
             has_keys=self._callers.keys is not None,
         )
-        self.routes = [r for protocol in PROTOCOLS for r in protocol.routes(self.context)]
+        self.routes = routes_of(self.context)
         self._app = _application(self.routes)
         self._runner = asyncio.Runner()
 

@@ -74,16 +74,11 @@ class Changes:
 
 # Values that every request creates are tuples: a frozen dataclass takes three times as long.
 class BatchResult(NamedTuple):
-    """The results of a request's encodings, in their order.
-
-    Attributes:
-        queue_s: seconds from admission until the first encoding ran.
-        inference_s: seconds from the start of the first encoding to the end of the last.
-    """
+    """The results of a request's encodings, in their order."""
 
     outputs: list[HeadOutputs]
-    queue_s: float
-    inference_s: float
+    queue_s: float  # seconds from admission until the first encoding ran
+    inference_s: float  # seconds from the start of the first encoding to the end of the last
 
 
 class BatchFill(StrEnum):
@@ -206,100 +201,55 @@ class ServedRequest:
 
     For example, a request for two texts of 9 tokens in all ends with ``texts=2, tokens=9``. If the
     engine fails, it ends with ``texts=0, tokens=0, error="EngineFailed"``.
-
-    Attributes:
-        path: as it was sent; a path is never decoded, see `Paths`.
-        route: the path of its route, such as ``/v2/models/{model}/infer``.
-        first: the first value of each header.
-        length: the bytes of its body that the headers announce.
-        key: its `http.keys.Key`; None: it has none.
-        client: the client, which has a fair share and limits: ``key:NAME`` or an address; "" if
-            it is unknown.
-        stated_s: the time limit that it states, in seconds.
-        is_bulk: whether it takes only what others leave.
-        terms_problem: what is wrong with the stated time limit or class; "" if nothing is.
-        arrived: `Clock.monotonic` time at which its headers had arrived and its turn had come.
-
-        limit_s: the time limit of each of its two phases, in seconds; see `RequestLimits`.
-        deadline: `Clock.monotonic` time at which the current phase ends.
-
-        connection: the `http.routes.Connection` that it came by; None: unknown.
-        trace: the `RequestTrace` of its span; None if it is not traced.
-        scope: the `CancelScope` that ends its work early; None before and after its work.
-        received: bytes of its body that have arrived; None when the body is complete.
-        body: what its body holds of the memory of bodies; None: nothing.
-        answer: what its answer holds of the memory of answers; None: nothing.
-        turn: its turn to write a large answer; None: it has none.
-        body_bytes: the size of its body, decompressed.
-        vector_format: the media type and the dtype of vectors in its answer; None: JSON.
-        expected_space: name of the embedding space that its vectors must have; None: any.
-
-        model: full name of the model; "" if none was chosen.
-        texts: number of its texts, pairs or questions; 0: it has no result.
-        tokens: number of tokens of its sequences, special tokens included, run or not. They are
-            taken from the limit of its key, and given back if it has no result.
-        truncated: number of its texts that were cut.
-        warnings: messages for the client, in ASCII.
-        usage: the `TextUsage` of each input; None unless the client asks.
-        embedding_space: name of the space of the result's vectors; None: the result has none, or
-            the bundle does not say enough.
-        is_large: whether writing its result may take milliseconds.
-        began: `Clock.monotonic` time at which the tokenization began.
-        queue_s: seconds until a worker took the first encoding, summed over all rounds.
-        inference_s: seconds from then until the last output, summed over all rounds.
-
-        error: the kind of error; "" for a result.
-        rejection: why the server's own state let it fail.
-        status: the HTTP status of its answer.
-        ended: seconds since the epoch at its end.
-        seconds: seconds from its arrival to its end.
     """
 
     method: str = "POST"
-    path: str = ""
-    route: str = OTHER_ROUTE
+    path: str = ""  # as it was sent, never decoded; see `Paths`
+    route: str = OTHER_ROUTE  # the path of its route, such as ``/v2/models/{model}/infer``
     headers: Headers = ()
-    first: Mapping[bytes, bytes] = field(default_factory=dict)
-    length: int | None = None
+    first: Mapping[bytes, bytes] = field(default_factory=dict)  # the first value of each header
+    length: int | None = None  # the bytes of its body that the headers announce
     identity: bytes = b""
-    key: Any = None
-    client: str = ""
-    stated_s: float | None = None
-    is_bulk: bool = False
-    terms_problem: str = ""
-    arrived: float = 0.0
-    limit_s: float = math.inf
-    deadline: float = math.inf
+    key: Any = None  # its `http.keys.Key`; None: it has none
+    client: str = ""  # ``key:NAME`` or an address, which has a share and limits; "": unknown
+    stated_s: float | None = None  # the time limit that it states, in seconds
+    is_bulk: bool = False  # whether it takes only what others leave
+    terms_problem: str = ""  # what is wrong with the stated time limit or class; "" if nothing is
+    arrived: float = 0.0  # `Clock.monotonic` time at which its headers had arrived
+    limit_s: float = math.inf  # seconds, for each of its two phases; see `RequestLimits`
+    deadline: float = math.inf  # `Clock.monotonic` time at which the current phase ends
 
-    connection: Any = None
-    trace: Any = None
-    scope: Any = None
-    received: int | None = 0
-    body: Any = None
-    answer: Any = None
-    turn: Any = None
-    body_bytes: int = 0
-    vector_format: tuple[str, str] | None = None
-    expected_space: str | None = None
+    connection: Any = None  # the `http.routes.Connection` that it came by; None: unknown
+    trace: Any = None  # the `RequestTrace` of its span; None if it is not traced
+    scope: Any = None  # the `CancelScope` that ends its work early; None before and after its work
+    received: int | None = 0  # bytes of its body that have arrived; None when the body is complete
+    body: Any = None  # what its body holds of the memory of bodies; None: nothing
+    answer: Any = None  # what its answer holds of the memory of answers; None: nothing
+    turn: Any = None  # its turn to write a large answer; None: it has none
+    body_bytes: int = 0  # the size of its body, decompressed
+    vector_format: tuple[str, str] | None = None  # media type and dtype of its vectors; None: JSON
+    expected_space: str | None = None  # the embedding space of its vectors; None: any
 
-    model: str = ""
-    texts: int = 0
+    model: str = ""  # full name of the model; "" if none was chosen
+    texts: int = 0  # number of its texts, pairs or questions; 0: it has no result
+    # Tokens of its sequences, special ones included, run or not. They are taken from the limit of
+    # its key, and given back if it has no result.
     tokens: int = 0
-    truncated: int = 0
-    warnings: Sequence[str] = ()
-    usage: Sequence[Any] | None = None
-    embedding_space: str | None = None
-    is_large: bool = False
-    began: float = 0.0
+    truncated: int = 0  # number of its texts that were cut
+    warnings: Sequence[str] = ()  # messages for the client, in ASCII
+    usage: Sequence[Any] | None = None  # the `TextUsage` of each input; None unless asked for
+    embedding_space: str | None = None  # that of its vectors; None: none, or unknown
+    is_large: bool = False  # whether writing its result may take milliseconds
+    began: float = 0.0  # `Clock.monotonic` time at which the tokenization began
     tokenize_s: float = 0.0
-    queue_s: float = 0.0
-    inference_s: float = 0.0
+    queue_s: float = 0.0  # seconds until a worker took the first encoding, summed over all rounds
+    inference_s: float = 0.0  # seconds from then until the last output, summed over all rounds
 
-    error: str = ""
-    rejection: Rejection | None = None
-    status: int = 0
-    ended: float = 0.0
-    seconds: float = 0.0
+    error: str = ""  # the kind of error; "" for a result
+    rejection: Rejection | None = None  # why the server's own state let it fail
+    status: int = 0  # the HTTP status of its answer
+    ended: float = 0.0  # seconds since the epoch at its end
+    seconds: float = 0.0  # seconds from its arrival to its end
 
     def release(self) -> None:
         """Let go of what only the way of the request needs; the access log keeps it for longer.

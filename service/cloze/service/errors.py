@@ -163,9 +163,7 @@ class Overloaded(ServiceError, code="overloaded"):
         each_s: float = 0.0,
     ) -> None:
         super().__init__(message)
-        self.retry_after_s = retry_after_s
-        self.reason = reason
-        self.each_s = each_s
+        self.retry_after_s, self.reason, self.each_s = retry_after_s, reason, each_s
 
 
 class RateLimited(Overloaded, code="rate_limited"):

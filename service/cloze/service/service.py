@@ -48,7 +48,7 @@ from cloze.service.models.served_models import (
 from cloze.service.observe.logs import AccessLog
 from cloze.service.observe.metrics import Metrics
 from cloze.service.observe.tracing import Tracing, make_tracing, with_spans
-from cloze.service.protocols import PROTOCOLS, ProtocolContext, error_response, operations
+from cloze.service.protocols import ProtocolContext, error_response, operations, routes_of
 from cloze.service.settings import Settings
 from cloze.service.tasks import TASKS, Task
 from cloze.service.text.tokenizer import Tokenizer
@@ -95,22 +95,16 @@ MOST_ADAPTER_SERIES = 32
 
 @dataclass(slots=True, eq=False)
 class Snapshot:
-    """The models of one state of the store, and what follows from them.
-
-    Attributes:
-        routes: the routes of all protocols, which `app` answers besides `PAGES`.
-        paths: the paths of the routes and of `PAGES`.
-        metric_names: the model in the metrics of each served model, by its full name.
-        running: number of requests that `app` has not answered.
-    """
+    """The models of one state of the store, and what follows from them."""
 
     models: Models
     gate: Gate
     app: ASGIApp
-    routes: Sequence[Route]
-    paths: Paths
+    routes: Sequence[Route]  # the routes of all protocols, which `app` answers besides `PAGES`
+    paths: Paths  # the paths of the routes and of `PAGES`
+    # The model in the metrics of each served model, by its full name.
     metric_names: Mapping[str, str]
-    running: int = 0
+    running: int = 0  # number of requests that `app` has not answered
 
     @property
     def by_name(self) -> dict[str, ServedModel]:
@@ -154,7 +148,6 @@ def _metric_names(served: Sequence[ServedModel]) -> dict[str, str]:
 
 
 def _return_memory() -> None:
-    """Return the memory of an old snapshot to the operating system."""
     gc.collect()
     return_freed_memory()
 
@@ -265,7 +258,7 @@ class Service:
             settings.predict_route,
             settings.health_route,
         )
-        routes = [route for protocol in PROTOCOLS for route in protocol.routes(context)]
+        routes = routes_of(context)
         gate = Gate(
             routes={route.path: route.models for route in routes if route.models is not None},
             limits=self._waits,
@@ -323,7 +316,6 @@ class Service:
         self._returns.closed(connection, self._clock.monotonic())
 
     async def _live(self, receive: Receive, send: Send) -> None:
-        """Begin and end with the server."""
         await receive()
         self.begin()
         await send({"type": "lifespan.startup.complete"})

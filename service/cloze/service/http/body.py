@@ -180,7 +180,6 @@ class RequestLimits:
 
 
 def _why_ended(record: ServedRequest) -> errors.ServiceError:
-    """Return why a request ended early."""
     limit = f"the limit of {record.limit_s * 1000:.0f} ms"
     if record.connection is not None and record.connection.is_lost:
         return errors.ClientGone(_GONE)
@@ -225,17 +224,11 @@ class BytesResponse(Response):
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """The limits of a body.
+    """The limits of a body."""
 
-    Attributes:
-        max_bytes: most bytes, before and after decompression.
-        max_parts: most texts, lists and objects in all, names of fields included.
-        max_values: most JSON values in all, most of which are numbers then.
-    """
-
-    max_bytes: int
-    max_parts: int
-    max_values: int
+    max_bytes: int  # most bytes, before and after decompression
+    max_parts: int  # most texts, lists and objects in all, names of fields included
+    max_values: int  # most JSON values in all, most of which are numbers then
 
     @classmethod
     def of_requests(cls, max_bytes: int, max_texts: int, max_tokens: int) -> "BodyLimits":

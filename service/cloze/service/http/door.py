@@ -84,7 +84,6 @@ class StartQueue:
         return wait._replace(seconds=seconds, requests=wait.requests + own)
 
     def _turn(self) -> None:
-        """Start the requests of the next turn."""
         self._started = 0
         if not self.waiting:
             return
@@ -203,7 +202,6 @@ class Gate:
 
 
 def _refused_line(request: ServedRequest, model: str, reason: errors.Rejection) -> RefusedLine:
-    """Return the line of a request among those that were refused."""
     patience = LineKey.of(0, request.stated_s).patience
     return RefusedLine(reason, model, request.client, patience, request.is_bulk)
 

@@ -181,7 +181,7 @@ def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
         "summary": doc.summary,
         "tags": [doc.tag],
         "responses": {str(doc.status): success}
-        | {str(s): _error(s, route, schemas) for s in doc.errors},
+        | {str(s): _error(s, route, schemas) for s in doc.errors or ()},
     }
     if names := re.findall(r"\{(\w+)\}", route.path):
         operation["parameters"] = [
@@ -197,7 +197,6 @@ def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _common(route: Route) -> dict[str, tuple[str, str]]:
-    """Return the headers of every response of a route."""
     return {"x-request-id": REQUEST_ID} | ({"x-model": MODEL} if route.doc.body else {})
 
 

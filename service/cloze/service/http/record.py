@@ -43,19 +43,13 @@ _LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
 
 @dataclass(frozen=True, slots=True)
 class Callers:
-    """Reads what the headers of requests say about their clients.
+    """Reads what the headers of requests say about their clients."""
 
-    Attributes:
-        keys: the API keys; None: there are none.
-        max_timeout_s: largest time limit that a request may state.
-        timeout_s: time limit of a request that states none.
-        told: addresses of which the log says that they forward requests.
-    """
-
-    keys: Keys | None = None
-    max_timeout_s: float = 300.0
-    timeout_s: float = 30.0
+    keys: Keys | None = None  # the API keys; None: there are none
+    max_timeout_s: float = 300.0  # largest time limit that a request may state
+    timeout_s: float = 30.0  # time limit of a request that states none
     clock: Clock = CLOCK
+    # Addresses of which the log says that they forward requests.
     told: set[str] = field(default_factory=set)
 
     def record(self, scope: Scope, route: str | None) -> ServedRequest:

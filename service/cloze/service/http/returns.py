@@ -30,36 +30,24 @@ _MOST_LINES = 4096
 
 
 class RefusedLine(NamedTuple):
-    """Which refused requests come back one after another: those of a client and of one reason.
-
-    Attributes:
-        model: full name of the model whose queue refused them.
-        patience: see `LineKey`.
-    """
+    """Which refused requests come back one after another: those of a client and of one reason."""
 
     reason: Rejection
-    model: str
+    model: str  # full name of the model whose queue refused them
     client: str
-    patience: int
+    patience: int  # see `LineKey`
     is_bulk: bool
 
 
 @dataclass(slots=True)
 class _Refused:
-    """The last refusal of a connection.
-
-    Attributes:
-        at: `Clock.monotonic` time at which the connection was told to come back.
-        moved_s: seconds by which the refusal moved the latest time of its line.
-        early: number of refusals that the connection did not wait for; halved when it waits.
-        over: arrival of the request that the gate has admitted since, or None.
-    """
+    """The last refusal of a connection."""
 
     line: RefusedLine
-    at: float
-    moved_s: float
-    early: int = 0
-    over: float | None = None
+    at: float  # `Clock.monotonic` time at which the connection was told to come back
+    moved_s: float  # seconds by which the refusal moved the latest time of its line
+    early: int = 0  # number of refusals that the connection did not wait for; halved when it waits
+    over: float | None = None  # arrival of the request that the gate has admitted since, or None
 
 
 class Returns:

@@ -62,30 +62,22 @@ class GateModel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RouteDoc:
-    """The documentation of a route in OpenAPI.
-
-    Attributes:
-        tag: the group of the route in the documentation.
-        result: the type of the response's JSON; None if the response has no JSON.
-        error_body: the type of an error's JSON.
-        body: the model of the request's body; None if the request has no body.
-        examples: request bodies by title.
-        media_types: media types of the response besides JSON.
-        headers: headers of the response: name -> (type, description).
-        errors: error statuses that the route may return.
-        status: the status of a success.
-    """
+    """The documentation of a route in OpenAPI."""
 
     summary: str
-    tag: str
-    result: Any
-    error_body: Any
+    tag: str  # the group of the route in the documentation
+    result: Any  # the type of the response's JSON; None if the response has no JSON
+    error_body: Any = None  # the type of an error's JSON; None: that of the protocol of the path
+    # The model of the request's body; None if the request has no body.
     body: type[BaseModel] | None = None
+    # Request bodies by title.
     examples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    media_types: tuple[str, ...] = ()
+    media_types: tuple[str, ...] = ()  # media types of the response besides JSON
+    # Headers of the response: name -> (type, description).
     headers: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    errors: tuple[int, ...] = ()
-    status: int = 200
+    # Error statuses that the route may return; None: all of the protocol of the path.
+    errors: tuple[int, ...] | None = None
+    status: int = 200  # the status of a success
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,19 +31,13 @@ AnyBundle = TypeVar("AnyBundle", bound=Bundle)
 
 @dataclass(frozen=True, slots=True)
 class AdapterBundle(Bundle):
-    """An adapter as a bundle: the manifest of its base, with the name and head of the adapter.
-
-    Attributes:
-        key: name and digest of the adapter, by which encodings refer to it.
-        size: the bytes of its numbers.
-        files: what the folder held, see `_files`.
-    """
+    """An adapter as a bundle: the manifest of its base, with the name and head of the adapter."""
 
     base: Bundle
     folder: Path
-    key: str
-    size: int
-    files: frozenset[tuple[str, int, int, int]]
+    key: str  # name and digest of the adapter, by which encodings refer to it
+    size: int  # the bytes of its numbers
+    files: frozenset[tuple[str, int, int, int]]  # what the folder held, see `_files`
 
     def read(self) -> Adapter:
         """Read the adapter again.

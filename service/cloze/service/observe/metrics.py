@@ -400,7 +400,6 @@ class Metrics:
 
 
 def _series(family: Any, model: str, *labels: object) -> Any:
-    """Return the series of a family with these labels."""
     return family.labels(*labels, *model_labels(model))
 
 

@@ -37,16 +37,11 @@ OnBatch = Callable[[str, BatchReport], None]
 
 @dataclass(frozen=True, slots=True)
 class RequestTrace:
-    """The span of a request in progress.
+    """The span of a request in progress."""
 
-    Attributes:
-        tracer: makes the spans of its parts.
-        parent: the ``traceparent`` of the span, for the spans of other processes and batches.
-    """
-
-    tracer: "Tracer"
+    tracer: "Tracer"  # makes the spans of its parts
     span: "Span"
-    parent: str
+    parent: str  # the ``traceparent`` of the span, for the spans of other processes and batches
 
     def end(self, request: ServedRequest) -> None:
         """End the span, and add those of its parts."""
@@ -222,5 +217,4 @@ def _exporter(endpoint: str) -> Any:
 
 
 def _epoch_ns(monotonic_s: float) -> int:
-    """Return a time since the epoch in nanoseconds."""
     return round((CLOCK.wall() - CLOCK.monotonic() + monotonic_s) * 1e9)

@@ -20,13 +20,7 @@ from pydantic.config import JsonDict
 from cloze.service.core import Float32, ServedRequest
 from cloze.service.errors import InvalidRequest, Location
 from cloze.service.http.routes import Route, RouteDoc
-from cloze.service.protocols.protocol import (
-    STATUSES_WITHOUT_422,
-    LenientModel,
-    ProtocolContext,
-    TaskRoute,
-    WireProtocol,
-)
+from cloze.service.protocols.protocol import LenientModel, ProtocolContext, TaskRoute, WireProtocol
 from cloze.service.protocols.shared_paths import ServedName
 from cloze.service.protocols.tei import TokenizerRoute
 from cloze.service.protocols.vector_numbers import INTEGERS
@@ -73,9 +67,8 @@ class CohereEmbedBody(LenientModel):
         json_schema_extra={"oneOf": [_only("texts", "inputs"), _only("inputs", "texts")]}
     )
 
-    model: str | None = Field(
-        None, description="a served model, NAME, NAME@VERSION or an alias; null: the default model"
-    )
+    model: str | None = None
+    """a served model, NAME, NAME@VERSION or an alias; null: the default model"""
     input_type: str | None = Field(
         None,
         description="what the texts are for, which chooses the model's own prompt, if it has one: "
@@ -83,9 +76,8 @@ class CohereEmbedBody(LenientModel):
         json_schema_extra={"enum": [*INPUT_TYPES, None]},
     )
     texts: Texts | None = Field(None, description="the texts; leave out inputs")
-    inputs: Annotated[list[EmbedInput], NotEmpty] | None = Field(
-        None, description="the texts as objects; leave out texts"
-    )
+    inputs: Annotated[list[EmbedInput], NotEmpty] | None = None
+    """the texts as objects; leave out texts"""
     images: list[Any] | None = Field(None, description="refused; the models embed texts")
     embedding_types: list[EmbeddingType] | None = Field(
         None,
@@ -169,7 +161,6 @@ class _Embed(TaskRoute):
             f"One vector per text, in the shape of version {version} of Cohere's API",
             "Cohere",
             floats if version == "1" else EmbedByTypeResponse,
-            CohereErrorBody,
             examples={
                 "Two texts": {
                     "texts": ["What is deep learning?", "A cat sat."],
@@ -178,7 +169,6 @@ class _Embed(TaskRoute):
                     "embedding_types": ["float"],
                 }
             },
-            errors=STATUSES_WITHOUT_422,
         )
 
     def to_call(self, _: ServedRequest, body: CohereEmbedBody) -> tuple[Any, Any]:
@@ -246,9 +236,7 @@ class _Tokenize(TokenizerRoute):
         "The tokens of a text, in Cohere's shape",
         "Cohere",
         TokenizeResponse,
-        CohereErrorBody,
         examples={"One text": {"text": "A house.", "model": "cloze-bert"}},
-        errors=STATUSES_WITHOUT_422,
     )
 
     def to_call(self, _: ServedRequest, body: CohereTokenizeBody) -> tuple[Any, Any]:
@@ -260,12 +248,9 @@ class _Tokenize(TokenizerRoute):
         return TokenizeResponse(ids, texts, TokenizeMeta(ApiVersion("1")))
 
 
-def routes(context: ProtocolContext) -> Sequence[Route]:
-    """Return the routes for Cohere's clients."""
+def _routes(context: ProtocolContext) -> Sequence[Route]:
     embeds = [_Embed(context, "2").bind("/v2/embed"), _Embed(context, "1").bind("/v1/embed")]
     return [*embeds, _Tokenize(context).bind("/v1/tokenize")]
 
 
-PROTOCOL: Final = WireProtocol(
-    ("/v2/embed", "/v1/embed", "/v1/tokenize"), routes, lambda error: CohereErrorBody(error.message)
-)
+PROTOCOL: Final = WireProtocol(_routes, ("/v2/embed", "/v1/embed", "/v1/tokenize"), CohereErrorBody)

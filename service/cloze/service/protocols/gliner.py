@@ -13,13 +13,7 @@ from cloze.service.core import ServedRequest
 from cloze.service.errors import InvalidRequest, Location, MissingField
 from cloze.service.http.body import load, validate
 from cloze.service.http.routes import Route, RouteDoc
-from cloze.service.protocols.protocol import (
-    STATUSES_WITHOUT_422,
-    LenientModel,
-    ProtocolContext,
-    TaskRoute,
-    WireProtocol,
-)
+from cloze.service.protocols.protocol import LenientModel, ProtocolContext, TaskRoute, WireProtocol
 from cloze.service.protocols.shared_paths import ServedName
 from cloze.service.tasks import entities
 from cloze.service.tasks.task import INPUTS
@@ -63,11 +57,9 @@ class _Gliner(TaskRoute):
         "The entities of the request's own labels, in the shape of gliner's server",
         "GLiNER",
         GlinerEntities,
-        GlinerErrorBody,
         examples={
             "One text": {"text": "Ada Lovelace was born in London.", "labels": ["person", "city"]}
         },
-        errors=STATUSES_WITHOUT_422,
     )
 
     def parse(self, _: ServedRequest, data: bytes) -> tuple[TaskRoute, GlinerBody]:
@@ -94,9 +86,8 @@ class _Gliner(TaskRoute):
         return GlinerEntities(found)
 
 
-def routes(context: ProtocolContext) -> Sequence[Route]:
-    """Return the route of gliner's client."""
+def _routes(context: ProtocolContext) -> Sequence[Route]:
     return [_Gliner(context).bind(_PATH)] if entities.TASK.name in context.tasks else []
 
 
-PROTOCOL: Final = WireProtocol((_PATH,), routes, lambda error: GlinerErrorBody(error.message))
+PROTOCOL: Final = WireProtocol(_routes, (_PATH,), GlinerErrorBody)

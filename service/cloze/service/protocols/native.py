@@ -68,7 +68,7 @@ _VECTOR_HEADERS: Final[Mapping[str, tuple[str, str]]] = {
 }
 
 
-def routes(context: ProtocolContext) -> Sequence[Route]:
+def _routes(context: ProtocolContext) -> Sequence[Route]:
     """Return one route per task, ``POST /``, and the routes for operators."""
     dispatcher, others = Dispatcher(context), vllm.other_routes(context)
     bound = []
@@ -91,7 +91,6 @@ class NativeRoute(TaskRoute):
             summary=task.summary,
             tag="tasks",
             result=_result_type(task),
-            error_body=ErrorBody,
             examples=task.examples,
             media_types=(RAW, NPY) if task.vectors else (),
             headers=_VECTOR_HEADERS if task.vectors else {},
@@ -249,7 +248,6 @@ class Dispatcher(TaskRoute):
             summary="The task that fits the body, for clients that know only this address",
             tag="tasks",
             result=Any,
-            error_body=ErrorBody,
             examples={f"{name}: {title}": body for name, title, body in first},
             media_types=(RAW, NPY),
             headers=_VECTOR_HEADERS,
@@ -317,4 +315,4 @@ class Dispatcher(TaskRoute):
         )
 
 
-PROTOCOL: Final = WireProtocol(("/",), routes, error_body, has_422=True)
+PROTOCOL: Final = WireProtocol(_routes, ("",), ErrorBody, error_body, has_422=True)

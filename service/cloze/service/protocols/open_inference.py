@@ -26,7 +26,6 @@ from cloze.service.http.routes import RAW, RECORD, Route, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.protocols import tensors
 from cloze.service.protocols.protocol import (
-    STATUSES_WITHOUT_422,
     TIMING_HEADERS,
     LenientModel,
     ProtocolContext,
@@ -331,10 +330,9 @@ def _names(models: Models) -> list[str]:
     return list(dict.fromkeys(f"{bundle}.{task}" for bundle, task in pairs))
 
 
-def routes(context: ProtocolContext) -> Sequence[Route]:
-    """Return the routes of the protocol."""
+def _routes(context: ProtocolContext) -> Sequence[Route]:
     server, state = _Server(context), context.state
-    get = partial(get_route, tag=_TAG, error_body=OpenInferenceErrorBody)
+    get = partial(get_route, tag=_TAG)
     live = partial(answer_probe, state.why_restart, {"live": True})
     ready = partial(answer_probe, state.why_unready, {"ready": True})
     found = [
@@ -361,14 +359,10 @@ _INFER: Final = RouteDoc(
     summary="The results of one task of one model, as tensors",
     tag=_TAG,
     result=InferAnswer,
-    error_body=OpenInferenceErrorBody,
     body=InferBody,
     examples={"One text": {"inputs": [_TEXT]}},
     media_types=(RAW,),
     headers={**TIMING_HEADERS, tensors.JSON_LENGTH: ("integer", "bytes of the JSON")},
-    errors=STATUSES_WITHOUT_422,
 )
 
-PROTOCOL: Final = WireProtocol(
-    ("/v2",), routes, lambda error: OpenInferenceErrorBody(error.message)
-)
+PROTOCOL: Final = WireProtocol(_routes, ("/v2",), OpenInferenceErrorBody)

@@ -1,25 +1,33 @@
-"""OpenAI's protocol: ``/v1/embeddings``, with OpenAI's errors.
+"""OpenAI's protocol: ``/v1/embeddings`` and the lists of models, with OpenAI's errors.
 
-Its body also has the fields of clients that follow it, those of Voyage, Jina and NVIDIA.
+A body of embeddings also has the fields of clients that follow OpenAI: Voyage, Jina and NVIDIA. A
+model has a row per name: NAME@VERSION, NAME for the newest version, and each alias. Some clients
+refuse a name that has no row.
 """
 
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Final, Literal
+from urllib.parse import unquote
 
 from pydantic import AliasChoices, Field
+from starlette.requests import Request
+from starlette.responses import Response
 
 from cloze.service.core import ServedRequest
 from cloze.service.errors import EmptyRequest, InvalidRequest, Location, UnknownModel
 from cloze.service.http.errors import ErrorInfo
-from cloze.service.http.routes import RAW, Route, RouteDoc
+from cloze.service.http.routes import RAW, RECORD, Route, RouteDoc
+from cloze.service.models.pipeline import Pipeline
 from cloze.service.protocols.protocol import (
-    STATUSES_WITHOUT_422,
     ProtocolContext,
     TaskRoute,
     WireProtocol,
+    get_route,
+    json_response,
 )
 from cloze.service.protocols.vector_numbers import (
     BYTES,
@@ -30,7 +38,7 @@ from cloze.service.protocols.vector_numbers import (
     bytes_answer,
     check_described,
 )
-from cloze.service.tasks import embed
+from cloze.service.tasks import embed, rerank
 from cloze.service.tasks.task import INPUTS
 from cloze.service.tasks.texts import (
     INPUT_TYPES,
@@ -47,6 +55,8 @@ _PATH: Final = "/v1/embeddings"
 _ALIAS: Final = "/embeddings"
 """Another path of ``/v1/embeddings``, which text-embeddings-inference has."""
 
+_MODELS: Final = ("/v1/models", "/models")
+"""The paths of the list of models; the servers of vLLM and Infinity have the second."""
 
 Numbers = Literal["float", "base64", "binary", "ubinary", "bytes", "bytes_only"]
 
@@ -68,9 +78,8 @@ class OpenAiEmbeddingsBody(NumbersBody):
         "objects with a text",
         examples=["What is deep learning?"],
     )
-    model: str | None = Field(
-        None, description="a served model, NAME, NAME@VERSION or an alias; null: the default model"
-    )
+    model: str | None = None
+    """a served model, NAME, NAME@VERSION or an alias; null: the default model"""
     encoding_format: Numbers | Annotated[list[Numbers], Field(max_length=1)] | None = Field(
         None,
         validation_alias=AliasChoices("encoding_format", "encoding_type", "embedding_type"),
@@ -79,10 +88,9 @@ class OpenAiEmbeddingsBody(NumbersBody):
         "Jina's names are encoding_type and embedding_type, which may be a list of one",
     )
     dimensions: Count | None = Field(
-        None,
-        validation_alias=AliasChoices("dimensions", "output_dimension"),
-        description="number of leading dimensions to keep; Voyage's name is output_dimension",
+        None, validation_alias=AliasChoices("dimensions", "output_dimension")
     )
+    """number of leading dimensions to keep; Voyage's name is output_dimension"""
     input_type: str | None = Field(
         None,
         validation_alias=AliasChoices("input_type", "task"),
@@ -99,9 +107,8 @@ class OpenAiEmbeddingsBody(NumbersBody):
         description="NONE refuses a long text, START and END cut that end, as in NVIDIA's API; "
         "Jina's clients send false or true; the default is the model's, usually END",
     )
-    truncation: bool | None = Field(
-        None, description="Voyage's field: false refuses a long text; the default is true"
-    )
+    truncation: bool | None = None
+    """Voyage's field: false refuses a long text; the default is true"""
     output_dtype: Literal["float", "int8", "uint8", "binary", "ubinary"] | None = Field(
         None,
         description="Voyage's field: the type of the numbers, also in base64; int8 and uint8 have "
@@ -117,7 +124,7 @@ class OpenAiEmbeddingsBody(NumbersBody):
     user: str | None = Field(None, description="accepted and ignored")
 
 
-class _EmbedParameters(PromptTokens, embed.EmbedParameters):
+class EmbedParameters(PromptTokens, embed.EmbedParameters):
     """The parameters of the task, and vLLM's limit."""
 
 
@@ -183,7 +190,9 @@ def error_body(error: ErrorInfo) -> OpenAiErrorBody:
     return OpenAiErrorBody(ErrorDetails(error.message, kind, None, code), error.message)
 
 
-class _Embeddings(TaskRoute):
+class Embeddings(TaskRoute):
+    """The route of embeddings."""
+
     task = embed.TASK
     body = OpenAiEmbeddingsBody
     names: ClassVar[Mapping[Location, str]] = {INPUTS: "input", Location(("spans",)): "input"}
@@ -191,16 +200,15 @@ class _Embeddings(TaskRoute):
         "One vector per text, in OpenAI's shape",
         "OpenAI",
         EmbeddingList,
-        OpenAiErrorBody,
         media_types=(RAW,),
         headers=METADATA,
         examples={
             "Two texts": {"input": ["What is deep learning?", "A cat sat."], "model": "cloze-bert"}
         },
-        errors=STATUSES_WITHOUT_422,
     )
 
     def to_call(self, _: ServedRequest, body: OpenAiEmbeddingsBody) -> tuple[Any, Any]:
+        """Return the texts, and the parameters by the fields of all clients."""
         if isinstance(body.truncate, bool):
             truncation: dict[str, Any] = {"truncate": body.truncate}
         else:
@@ -215,7 +223,7 @@ class _Embeddings(TaskRoute):
             given = [part.text for part in given]
         if body.late_chunking:
             given, spans = _joined(given)
-        parameters = _EmbedParameters(
+        parameters = EmbedParameters(
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             dimensions=body.dimensions,
             input_type=body.input_type,
@@ -226,6 +234,7 @@ class _Embeddings(TaskRoute):
         return given, parameters
 
     def respond(self, request: ServedRequest, body: OpenAiEmbeddingsBody, value: Any) -> Any:
+        """Return the vectors in OpenAI's shape, or as vLLM's bytes."""
         identity = f"embd-{request.identity.decode('ascii')}"
         created = int(self.context.limits.clock.wall())
         model = request.model if body.model is None else body.model
@@ -263,15 +272,84 @@ def _joined(texts: Any) -> tuple[str, list[tuple[int, int]]]:
     return " ".join(texts), list(zip(starts, ends, strict=True))
 
 
-def routes(context: ProtocolContext) -> Sequence[Route]:
-    """Return the routes for OpenAI's clients."""
-    embeddings = _Embeddings(context)
-    return [embeddings.bind(_PATH), embeddings.bind(_ALIAS)]
+@dataclass(frozen=True, slots=True)
+class ModelRow:
+    """A name of a served model; ``created`` is in seconds since 1970.
+
+    ``embedding_space`` names the space of the vectors of `/v1/embeddings`; null for a model that
+    does not embed. ``embedding_spaces`` has the names of all its vectors by task. Mistral's clients
+    read a row by its ``type``, and need ``capabilities``, here none of those that they list.
+    """
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    embedding_space: str | None
+    embedding_spaces: dict[str, str | None]
+    type: Literal["base"]
+    capabilities: dict[str, bool]
 
 
-def embeddings_route(context: ProtocolContext) -> TaskRoute:
-    """Return the route of embeddings, for a path of another protocol."""
-    return _Embeddings(context)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStatus(ModelRow):
+    """One served model, with the fields of KServe's V1 protocol.
+
+    Xinference's clients choose by `model_type` how to ask the model; it is null for other models.
+    """
+
+    name: str
+    model_type: Literal["embedding", "rerank"] | None
+    ready: Literal[True] = True
 
 
-PROTOCOL: Final = WireProtocol(("/v1/", _PATH, _ALIAS), routes, error_body)
+@dataclass(frozen=True, slots=True)
+class ModelList:
+    """The response to ``GET /v1/models``."""
+
+    object: Literal["list"]
+    data: list[ModelRow]
+
+
+def _routes(context: ProtocolContext) -> Sequence[Route]:
+    embeddings, get = Embeddings(context), partial(get_route, tag="OpenAI")
+    models, model = partial(_models, context), partial(_model, context)
+    names, about = "The names of served models", "A served model"
+    return [
+        *(embeddings.bind(path) for path in (_PATH, _ALIAS)),
+        *(get(path, models, f"{names}, in OpenAI's shape", ModelList) for path in _MODELS),
+        get(f"{_MODELS[0]}/{{model}}", model, f"{about}, in OpenAI's shape", ModelStatus, 404, 503),
+    ]
+
+
+async def _models(context: ProtocolContext, request: Request) -> Response:
+    models = context.models_of(request.scope[RECORD])
+    rows = [_row(p, name) for p in models.pipelines for name in models.names_of[p]]
+    return json_response(ModelList("list", rows))
+
+
+async def _model(context: ProtocolContext, request: Request) -> Response:
+    models = context.models_of(request.scope[RECORD])
+    pipeline = models.named(unquote(request.path_params["model"]))
+    if (error := context.state.why_unready()) is not None:
+        raise error
+    row = _row(pipeline, pipeline.reference)
+    kind: Literal["embedding", "rerank"] | None = None
+    if embed.TASK.name in models.tasks_of[pipeline]:
+        kind = "embedding"
+    elif rerank.scorer_of(pipeline.manifest) == "classifier":
+        kind = "rerank"
+    status = ModelStatus(**asdict(row), name=pipeline.manifest.name, model_type=kind)
+    return json_response(status)
+
+
+def _row(pipeline: Pipeline, name: str) -> ModelRow:
+    created = int(pipeline.manifest.created.timestamp())
+    spaces = pipeline.own_spaces()
+    own = spaces.get(embed.TASK.name)
+    return ModelRow(name, "model", created, "cloze", own, spaces, "base", {})
+
+
+PROTOCOL: Final = WireProtocol(
+    _routes, ("/v1/", _PATH, _ALIAS, _MODELS[1]), OpenAiErrorBody, error_body
+)

@@ -25,7 +25,6 @@ from cloze.service.http.routes import HTML, RECORD, TEXT, Handler, Route, RouteD
 from cloze.service.models.adapters import AdapterBundle
 from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.protocols.protocol import (
-    ErrorBody,
     ProtocolContext,
     ServerState,
     answer_probe,
@@ -79,7 +78,7 @@ def probe_bodies(state: ServerState) -> dict[bytes, Callable[[], bytes | None]]:
 def routes(context: ProtocolContext) -> Sequence[Route]:
     """Return the routes for operators."""
     state = context.state
-    get = partial(get_route, tag="service", error_body=ErrorBody)
+    get = partial(get_route, tag="service")
     alive = partial(answer_probe, state.why_restart, _ALIVE)
     ready = partial(answer_probe, state.why_unready, _READY)
     health = partial(answer_probe, state.why_unready, None)
@@ -88,7 +87,7 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
     root = partial(_page_or_status, alive)
     people = "A page on which people try the tasks; liveness for clients that ask for no HTML"
     changes = "Serve what the store, the keys and the certificate hold now"
-    reload = RouteDoc(changes, "service", core.Changes, ErrorBody, errors=(401, 403, 409, 503))
+    reload = RouteDoc(changes, "service", core.Changes, errors=(401, 403, 409, 503))
     return [
         get("/", root, people, Status, 503, **page),
         get("/healthz", alive, "Liveness: 503 once an engine is dead", Status, 503),
@@ -190,7 +189,6 @@ def _model_type(manifest: Manifest) -> dict[str, Any]:
 
 
 def _model(context: ProtocolContext, models: Models, pipeline: Pipeline) -> dict[str, Any]:
-    """Return what `/info` says of one model."""
     manifest, bundle, spaces = pipeline.manifest, pipeline.model.bundle, pipeline.own_spaces()
     described = {
         "name": manifest.name,

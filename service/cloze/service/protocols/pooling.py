@@ -7,43 +7,107 @@ default is ``token_embed``, or ``token_classify`` if the model gives no vectors 
 Source: vLLM's OpenAPI document.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, ClassVar, Final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
+from pydantic import Field
 
 from cloze.service.core import Float32, ServedRequest
 from cloze.service.errors import InvalidRequest, Location, WrongTask
 from cloze.service.http.body import load, validate
-from cloze.service.http.routes import RAW, Route, RouteDoc
+from cloze.service.http.errors import ErrorInfo
+from cloze.service.http.routes import RAW, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.protocols import openai
-from cloze.service.protocols.pooling_wire import (
-    PooledText,
-    PooledTexts,
-    PoolingBody,
-    PoolingErrorBody,
-    TaskName,
-    error_body,
-)
-from cloze.service.protocols.protocol import (
-    STATUSES_WITHOUT_422,
-    ProtocolContext,
-    TaskRoute,
-    WireProtocol,
-)
+from cloze.service.protocols.protocol import ProtocolContext, TaskRoute, WireProtocol
+from cloze.service.protocols.shared_paths import ServedName
 from cloze.service.protocols.vector_numbers import (
     BYTES,
     METADATA,
     Envelope,
+    NumbersBody,
     bytes_answer,
     check_described,
 )
 from cloze.service.protocols.vllm import LabelParameters
 from cloze.service.tasks import Task, embed, embed_all, text_classification, token_classification
 from cloze.service.tasks.task import INPUTS, softmax
-from cloze.service.tasks.texts import PromptTokens
+from cloze.service.tasks.texts import PromptTokens, TextsOrIds, TokenLimit
+from cloze.service.tasks.wire import Count
+
+TaskName = Literal["embed", "token_embed", "classify", "token_classify", "score", "plugin"]
+
+
+class PoolingBody(NumbersBody):
+    """The body of ``POST /pooling``."""
+
+    model: ServedName = None
+    input: TextsOrIds = Field(description="a text, its token ids, or a list of either")
+    task: TaskName | None = Field(
+        None,
+        description="what to compute; score and plugin are refused; the default is token_embed, or "
+        "token_classify if the model gives no vectors of tokens",
+    )
+    encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = Field(
+        None,
+        description="how the numbers are written; bytes and bytes_only have no JSON, and a header "
+        '"metadata" describes bytes; the default is float',
+    )
+    dimensions: Count | None = Field(None, description="leading dimensions to keep, for embed")
+    normalize: bool | None = None
+    """whether to scale vectors of embed to length 1; default: the model's"""
+    use_activation: bool | None = None
+    """whether scores of labels are probabilities; the default is true"""
+    truncate_prompt_tokens: TokenLimit = None
+    user: str | None = Field(None, description="accepted and ignored")
+
+
+@dataclass(frozen=True, slots=True)
+class PooledText:
+    """The numbers of a text: [D], or [tokens][D]; base64 has them in this order."""
+
+    index: int
+    object: Literal["pooling"]
+    data: list[float] | list[list[float]] | str
+
+
+@dataclass(frozen=True, slots=True)
+class PooledTexts:
+    """The response to ``POST /pooling``; ``created`` is in seconds since 1970."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[PooledText]
+    usage: openai.Usage
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingError:
+    """The details of an error; ``code`` is its status."""
+
+    message: str
+    type: Literal["BadRequestError", "NotFoundError", "InternalServerError"]
+    param: str | None
+    code: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingErrorBody:
+    """An error in vLLM's shape."""
+
+    error: PoolingError
+
+
+def _error_body(error: ErrorInfo) -> PoolingErrorBody:
+    kind: Any = "BadRequestError" if error.status < 500 else "InternalServerError"
+    kind = "NotFoundError" if error.status == 404 else kind
+    code = 400 if error.status == 422 else error.status
+    return PoolingErrorBody(PoolingError(error.message, kind, None, code))
+
 
 _PATH: Final = "/pooling"
 _VECTOR_FIELDS: Final = ("dimensions", "normalize")
@@ -52,16 +116,12 @@ _TASK_FIELDS: Final = (*_VECTOR_FIELDS, _ACTIVATION)
 """Fields of a body that only some tasks have: those of a text's vector, and that of labels."""
 
 
-class _EmbedParameters(PromptTokens, embed.EmbedParameters):
-    """The parameters of the task, and vLLM's limit."""
-
-
 class _TokenParameters(PromptTokens, embed_all.TokenParameters):
     """The parameters of the task, and vLLM's limit."""
 
 
 class _PoolingRoute(TaskRoute):
-    """The route of one task; `parameters` makes those of the task from a body."""
+    """The route of one task, which has some of `_TASK_FIELDS`."""
 
     body = PoolingBody
     names: ClassVar[Mapping[Location, str]] = {INPUTS: "input"}
@@ -69,24 +129,16 @@ class _PoolingRoute(TaskRoute):
         "The vectors or the scores of texts or of their tokens, in vLLM's shape",
         "vLLM",
         PooledTexts,
-        PoolingErrorBody,
         examples={
             "Vectors of tokens": {"input": "A cat sat.", "task": "token_embed"},
             "The model's labels": {"input": ["The room was loud."], "task": "classify"},
         },
         media_types=(RAW,),
         headers=METADATA,
-        errors=STATUSES_WITHOUT_422,
     )
 
-    def __init__(
-        self,
-        context: ProtocolContext,
-        task: Task,
-        parameters: Callable[[PoolingBody], Any],
-        fields: Sequence[str],
-    ) -> None:
-        self.task, self._parameters, self._fields = task, parameters, fields
+    def __init__(self, context: ProtocolContext, task: Task, fields: Sequence[str] = ()) -> None:
+        self.task, self._fields = task, fields
         super().__init__(context)
 
     def to_call(self, _: ServedRequest, body: PoolingBody) -> tuple[Any, Any]:
@@ -102,8 +154,23 @@ class _PoolingRoute(TaskRoute):
             raise InvalidRequest(problem, Location(("input",)))
         return body.input, self._parameters(body)
 
+    def _parameters(self, body: PoolingBody) -> Any:
+        most = body.truncate_prompt_tokens
+        if self.task is embed.TASK:
+            return openai.EmbedParameters(
+                truncate_prompt_tokens=most, dimensions=body.dimensions, normalize=body.normalize
+            )
+        if self.task is embed_all.TASK:
+            return _TokenParameters(truncate_prompt_tokens=most)
+        if self.task is text_classification.IN_ORDER:
+            function: Any = "none" if body.use_activation is False else None
+            return LabelParameters(function_to_apply=function, truncate_prompt_tokens=most)
+        if most not in (None, -1):
+            at = Location(("truncate_prompt_tokens",))
+            raise InvalidRequest("is not served for token_classify; leave it out", at)
+        return token_classification.TokenClassificationParameters()
+
     def respond(self, request: ServedRequest, body: PoolingBody, value: Any) -> Any:
-        """Return the numbers of each text."""
         arrays = [self.numbers(body, one) for one in value]
         created = int(self.context.limits.clock.wall())
         identity = f"pool-{request.identity.decode('ascii')}"
@@ -125,44 +192,16 @@ class _PoolingRoute(TaskRoute):
         return vectors
 
 
-def _label_parameters(body: PoolingBody) -> LabelParameters:
-    function: text_classification.Function | None = None
-    if body.use_activation is False:
-        function = "none"
-    most = body.truncate_prompt_tokens
-    return LabelParameters(function_to_apply=function, truncate_prompt_tokens=most)
-
-
-def _tag_parameters(body: PoolingBody) -> token_classification.TokenClassificationParameters:
-    if body.truncate_prompt_tokens not in (None, -1):
-        at = Location(("truncate_prompt_tokens",))
-        raise InvalidRequest("is not served for token_classify; leave it out", at)
-    return token_classification.TokenClassificationParameters()
-
-
-def _embed_parameters(body: PoolingBody) -> _EmbedParameters:
-    return _EmbedParameters(
-        truncate_prompt_tokens=body.truncate_prompt_tokens,
-        dimensions=body.dimensions,
-        normalize=body.normalize,
-    )
-
-
-def _token_parameters(body: PoolingBody) -> _TokenParameters:
-    return _TokenParameters(truncate_prompt_tokens=body.truncate_prompt_tokens)
-
-
-class _Pooling(_PoolingRoute):
+class Pooling(_PoolingRoute):
     """The route of all tasks, which the body chooses."""
 
     def __init__(self, context: ProtocolContext) -> None:
-        super().__init__(context, embed_all.TASK, _token_parameters, ())
-        make = partial(_PoolingRoute, context)
+        super().__init__(context, embed_all.TASK)
         routes: dict[TaskName, _PoolingRoute] = {
-            "token_embed": make(embed_all.TASK, _token_parameters, ()),
-            "token_classify": make(token_classification.LOGITS, _tag_parameters, (_ACTIVATION,)),
-            "embed": make(embed.TASK, _embed_parameters, _VECTOR_FIELDS),
-            "classify": make(text_classification.IN_ORDER, _label_parameters, (_ACTIVATION,)),
+            "token_embed": _PoolingRoute(context, embed_all.TASK),
+            "token_classify": _PoolingRoute(context, token_classification.LOGITS, (_ACTIVATION,)),
+            "embed": _PoolingRoute(context, embed.TASK, _VECTOR_FIELDS),
+            "classify": _PoolingRoute(context, text_classification.IN_ORDER, (_ACTIVATION,)),
         }
         self._routes = {n: r for n, r in routes.items() if r.task.name in context.tasks}
 
@@ -191,14 +230,6 @@ class _Pooling(_PoolingRoute):
         return self._routes[task], body
 
 
-def routes(context: ProtocolContext) -> Sequence[Route]:
-    """Return the route of vLLM's clients."""
-    return [pooling_route(context).bind(_PATH)]
-
-
-def pooling_route(context: ProtocolContext) -> TaskRoute:
-    """Return the route of all tasks, for a path of another protocol."""
-    return _Pooling(context)
-
-
-PROTOCOL: Final = WireProtocol((_PATH,), routes, error_body)
+PROTOCOL: Final = WireProtocol(
+    lambda context: [Pooling(context).bind(_PATH)], (_PATH,), PoolingErrorBody, _error_body
+)

@@ -23,7 +23,7 @@ from cloze.service.http.body import (
     validate,
 )
 from cloze.service.http.bytes_held import SMALL_BYTES
-from cloze.service.http.errors import ERROR_STATUSES, ErrorInfo
+from cloze.service.http.errors import ErrorInfo
 from cloze.service.http.routes import GateModel, Handler, Route, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.observe.metrics import Metrics
@@ -98,17 +98,18 @@ class WireProtocol:
     """A wire protocol: its routes and the shape of its errors.
 
     Attributes:
-        prefixes: prefixes of the protocol's paths. The protocol with the longest prefix of a path
-            writes the errors of the path, also if the path is unknown.
-        suffix: suffix of the protocol's paths, which counts before any prefix; "" is none.
         routes: context -> the routes.
-        error_body: error -> the value that becomes the JSON body.
+        prefixes: prefixes of the paths whose errors have the protocol's shape, also if a path is
+            unknown; the longest prefix of a path counts.
+        error: the type of the JSON of an error, made of its message unless `error_body` makes it.
         has_422: whether the protocol has the status 422; else status 400 stands for both.
+        suffix: suffix of the same paths, which counts before the length of the prefix.
     """
 
-    prefixes: tuple[str, ...]
     routes: Callable[[ProtocolContext], Sequence[Route]]
-    error_body: Callable[[ErrorInfo], Any]
+    prefixes: tuple[str, ...] = ()
+    error: Callable[..., Any] | None = None
+    error_body: Callable[[ErrorInfo], Any] | None = None
     has_422: bool = False
     suffix: str = ""
 
@@ -160,15 +161,13 @@ def get_route(
 
 
 async def answer_probe(
-    problem: Callable[[], errors.ServiceError | None], value: Any, _: Request
+    problem: Callable[[], errors.ServiceError | None], value: Any, _: Request, status: int = 200
 ) -> Response:
-    """Return a value as JSON, or nothing for None, unless the server has the problem."""
+    """Return a value as JSON, or the status alone for None, unless the server has the problem."""
     if (error := problem()) is not None:
         raise error
-    return Response() if value is None else json_response(value)
+    return Response(status_code=status) if value is None else json_response(value)
 
-
-STATUSES_WITHOUT_422: Final = tuple(s for s in ERROR_STATUSES if s != 422)
 
 TIMING_HEADERS: Final[Mapping[str, tuple[str, str]]] = {
     "x-compute-time": ("integer", "milliseconds from tokenization to the last result"),
@@ -238,7 +237,6 @@ class TaskRoute:
             self.doc,
             body=self.body,
             headers={**TIMING_HEADERS, **self.doc.headers},
-            errors=self.doc.errors or ERROR_STATUSES,
         )
         handler = partial(answer_task, self.context, self.parse)
         return Route("POST", path, handler, doc, gate_models(self.serving(self.context.models)))

@@ -1,7 +1,7 @@
-"""Reranking in the shape of Cohere and Jina: ``/v1/rerank``, ``/v2/rerank`` and ``/rerank``.
+"""Reranking in the shapes of Cohere and Jina, and of NVIDIA, and what all of reranking shares.
 
-Infinity, vLLM, Voyage, Xinference and Weaviate have the same body, and answers that differ. The
-answer has the fields of all of them:
+Infinity, vLLM, Voyage, Xinference and Weaviate have Cohere's body, and answers that differ. The
+answer of ``/v1/rerank``, ``/v2/rerank`` and ``/rerank`` has the fields of all of them:
 
 - ``results`` and ``meta`` are Cohere's and Jina's, ``usage`` is Jina's, Infinity's and vLLM's, and
   ``tokens`` is Xinference's. Voyage reads ``data`` instead of ``results``; it stands in answers of
@@ -14,42 +14,104 @@ answer has the fields of all of them:
   in the order of the request.
 
 Sources: the released clients, cohere 5.21, litellm 1.83, voyageai 0.5 and infinity-client 0.0.78,
-and Weaviate's module reranker-transformers.
+and Weaviate's module reranker-transformers. NVIDIA's are langchain-nvidia-ai-endpoints,
+llama-index-postprocessor-nvidia and LiteLLM, which names the model in the path too.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, ClassVar, Final, Literal
+from urllib.parse import unquote
 
 from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
 
 from cloze.service.core import ServedRequest
 from cloze.service.errors import InvalidRequest, Location
+from cloze.service.http.body import BytesResponse
 from cloze.service.http.errors import ErrorInfo
 from cloze.service.http.routes import Route, RouteDoc
+from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.protocols import openai
 from cloze.service.protocols.protocol import (
-    STATUSES_WITHOUT_422,
     LenientModel,
     ProtocolContext,
     TaskRoute,
     WireProtocol,
+    answer_task,
+    json_response,
 )
-from cloze.service.protocols.rank_routes import (
-    RANKED_BY,
-    RankParameters,
-    RankRoute,
-    ScoredBody,
-    can_rank,
-    raw_scores,
-)
-from cloze.service.protocols.shared_paths import Flag
-from cloze.service.tasks import rerank
-from cloze.service.tasks.wire import CountOrZero, NotEmpty, Text
+from cloze.service.protocols.shared_paths import Flag, ServedName
+from cloze.service.tasks import embed_all, late_interaction, rerank, similarity, text_classification
+from cloze.service.tasks.texts import TRUNCATIONS, PromptTokens, TokenLimit
+from cloze.service.tasks.wire import Count, CountOrZero, NotEmpty, Text, WireModel
 
 _V1: Final = "/v1/rerank"
 _V2: Final = "/v2/rerank"
 PATH: Final = "/rerank"
+_MODEL_PATHS: Final = (
+    "/v1/retrieval/{model}/reranking",
+    "/v1/retrieval/{organization}/{model}/reranking",  # NVIDIA's names have a slash
+)
+
+
+RANKED_BY: Final[Mapping[str, tuple[str, str]]] = {
+    "x-ranked-by": (
+        "string",
+        "classifier; late-interaction where no reranker is served, else similarity (of embeddings)",
+    )
+}
+
+
+class ScoredBody(LenientModel):
+    """What bodies with texts to score have in common, in vLLM's and Infinity's protocols."""
+
+    model: ServedName = None
+    raw_scores: bool | None = None
+    """Infinity's field: whether the scores are the model's logits"""
+    use_activation: bool | None = None
+    """vLLM's field: false is the same as raw_scores true"""
+    truncate_prompt_tokens: TokenLimit = None
+
+
+class RankParameters(PromptTokens, rerank.RerankParameters):
+    """The parameters of the task, and vLLM's limit."""
+
+
+class RankRoute(TaskRoute):
+    """A route that scores texts by their relevance to a query."""
+
+    task = rerank.TASK
+
+    def _serving(self, models: Models) -> Sequence[Pipeline]:
+        """Return rerankers, models of late interaction, and those that embed."""
+        classifying = models.serving(text_classification.TASK)
+        ranking = [p for p in classifying if rerank.scorer_of(p.manifest) == "classifier"]
+        interacting = models.serving(embed_all.TASK)
+        ranking += [p for p in interacting if late_interaction.interaction(p.manifest) is not None]
+        ranking += models.serving(similarity.TASK)
+        return list(dict.fromkeys(ranking))
+
+    @staticmethod
+    def answer(request: ServedRequest, value: Any, scorer: rerank.Scorer) -> BytesResponse:
+        """Return the response with a value, and what gave the scores."""
+        response = json_response(value, in_parts=request.is_large)
+        response.raw_headers.append((b"x-ranked-by", scorer.encode()))
+        return response
+
+
+def can_rank(context: ProtocolContext) -> bool:
+    """Return whether the server offers the tasks that ranking needs."""
+    return {similarity.TASK.name, text_classification.TASK.name} <= context.tasks.keys()
+
+
+def raw_scores(body: ScoredBody) -> bool | None:
+    """Return what Infinity's ``raw_scores`` or vLLM's ``use_activation`` says; None: neither."""
+    if body.raw_scores is None and body.use_activation is not None:
+        return not body.use_activation
+    return body.raw_scores
 
 
 class Document(LenientModel):
@@ -62,22 +124,17 @@ class DocumentsBody(ScoredBody):
     """The body of ``POST /v1/rerank``, ``/v2/rerank`` and ``/rerank``."""
 
     query: Text = Field(description="what the documents are compared with")
-    documents: Annotated[list[Text | Document], NotEmpty] = Field(
-        description="the documents, as texts or as objects with a text"
-    )
-    top_n: CountOrZero | None = Field(
-        None, description="number of results to return; 0 or null returns all"
-    )
+    documents: Annotated[list[Text | Document], NotEmpty]
+    """the documents, as texts or as objects with a text"""
+    top_n: CountOrZero | None = None
+    """number of results to return; 0 or null returns all"""
     top_k: CountOrZero | None = Field(None, description="Voyage's name of top_n")
-    return_documents: Flag = Field(
-        None, description="whether the results repeat the documents; the default is that of a path"
-    )
-    max_tokens_per_doc: CountOrZero | None = Field(
-        None, description="tokens to keep of each document; 0 or null keeps all"
-    )
-    truncation: bool | None = Field(
-        None, description="Voyage's field: false refuses a long document; the default is true"
-    )
+    return_documents: Flag = None
+    """whether the results repeat the documents; the default is that of a path"""
+    max_tokens_per_doc: CountOrZero | None = None
+    """tokens to keep of each document; 0 or null keeps all"""
+    truncation: bool | None = None
+    """Voyage's field: false refuses a long document; the default is true"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +184,6 @@ class _Documents(RankRoute):
         "Documents in the order of their relevance to a query, in Cohere's and Jina's shape",
         "Reranking",
         RankedDocuments,
-        openai.OpenAiErrorBody,
         examples={
             "Two documents": {
                 "query": "Who died?",
@@ -136,7 +192,6 @@ class _Documents(RankRoute):
             }
         },
         headers=RANKED_BY,
-        errors=STATUSES_WITHOUT_422,
     )
 
     def __init__(self, context: ProtocolContext, path: str) -> None:
@@ -200,17 +255,103 @@ class RerankErrorBody(openai.OpenAiErrorBody):
     message: str
 
 
-def error_body(error: ErrorInfo) -> RerankErrorBody:
-    """Return the body of an error."""
+def _error_body(error: ErrorInfo) -> RerankErrorBody:
     described = openai.error_body(error)
     return RerankErrorBody(described.error, described.detail, error.message)
 
 
-def routes(context: ProtocolContext) -> Sequence[Route]:
-    """Return the routes of Cohere's and Jina's clients; `tei` has the other path."""
+class Passage(WireModel):
+    """A text. NVIDIA's passages may have an image too, which no model here reads."""
+
+    text: Text
+
+
+class RankingBody(LenientModel):
+    """The body of ``POST /v1/ranking``."""
+
+    query: Passage
+    passages: Annotated[list[Passage], NotEmpty]
+    model: ServedName = None
+    top_k: Count | None = None
+    truncate: Literal["NONE", "END"] | None = None
+    """NONE refuses a long passage, END cuts its end; the default is the model's, usually END"""
+
+
+@dataclass(frozen=True, slots=True)
+class PassageRank:
+    """The number of a passage in the request, and its score before any function."""
+
+    index: int
+    logit: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rankings:
+    """The response to ``POST /v1/ranking``, best first."""
+
+    rankings: list[PassageRank]
+    usage: openai.Usage
+
+
+class _Ranking(RankRoute):
+    body = RankingBody
+    doc = RouteDoc(
+        "Passages in the order of their relevance to a query, in NVIDIA's shape",
+        "Reranking",
+        Rankings,
+        examples={
+            "Two passages": {
+                "query": {"text": "Who died?"},
+                "passages": [{"text": "A ship left."}, {"text": "The king was dead."}],
+            }
+        },
+        headers=RANKED_BY,
+    )
+
+    def to_call(self, _: ServedRequest, body: RankingBody) -> tuple[Any, Any]:
+        if body.top_k is not None and body.top_k < 1:
+            raise InvalidRequest(f"must be at least 1, got {body.top_k}", Location(("top_k",)))
+        texts = [passage.text for passage in body.passages]
+        inputs = rerank.RerankInputs.model_construct(query=body.query.text, texts=texts)
+        return inputs, rerank.RerankParameters(raw_scores=True, **TRUNCATIONS[body.truncate])
+
+    def parse(
+        self, request: ServedRequest, data: bytes, model: str | None = None
+    ) -> tuple[TaskRoute, Any]:
+        """Return this route, and the body with the model that a path names."""
+        route, body = super().parse(request, data)
+        return route, body if model is None else body.model_copy(update={"model": model})
+
+    def in_body(self, at: Location, body: RankingBody) -> Location:
+        """Return the location in the body, whose texts are objects."""
+        if at == rerank.QUERY:
+            return at.below("text")
+        if at[:1] == rerank.TEXTS:
+            return Location(("passages", *at[1:], *(("text",) if at[1:] else ())))
+        return super().in_body(at, body)
+
+    def respond(self, request: ServedRequest, body: RankingBody, value: rerank.Ranking) -> Any:
+        ranks = [PassageRank(rank.index, rank.score) for rank in value.ranks[: body.top_k]]
+        usage = openai.Usage(request.tokens, request.tokens)
+        return self.answer(request, Rankings(ranks, usage), value.by)
+
+
+def _routes(context: ProtocolContext) -> Sequence[Route]:
+    """Return the routes of the clients of Cohere, Jina and NVIDIA; `tei` has the other path."""
     if not can_rank(context):
         return []
-    return [_Documents(context, path).bind(path) for path in (_V1, _V2)]
+    ranking = _Ranking(context)
+
+    async def rank(request: Request) -> Response:
+        model = unquote("/".join(request.path_params.values()))
+        return await answer_task(context, partial(ranking.parse, model=model), request)
+
+    bound = ranking.bind("/v1/ranking")
+    return [
+        *(_Documents(context, path).bind(path) for path in (_V1, _V2)),
+        bound,
+        *(Route("POST", path, rank, bound.doc, bound.models) for path in _MODEL_PATHS),
+    ]
 
 
 def other_routes(context: ProtocolContext) -> Mapping[str, TaskRoute]:
@@ -218,4 +359,4 @@ def other_routes(context: ProtocolContext) -> Mapping[str, TaskRoute]:
     return {"documents": _Documents(context, PATH)}
 
 
-PROTOCOL: Final = WireProtocol((_V1, _V2), routes, error_body)
+PROTOCOL: Final = WireProtocol(_routes, (_V1, _V2), RerankErrorBody, _error_body)

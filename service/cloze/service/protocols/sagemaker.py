@@ -18,15 +18,13 @@ from cloze.service.http.routes import Route
 from cloze.service.protocols import openai, pooling, reranking, tei, vllm
 from cloze.service.protocols.native import Dispatcher
 from cloze.service.protocols.protocol import (
-    ErrorBody,
     ProtocolContext,
     TaskRoute,
     WireProtocol,
     answer_probe,
-    error_body,
     get_route,
 )
-from cloze.service.protocols.rank_routes import RANKED_BY
+from cloze.service.protocols.reranking import RANKED_BY
 from cloze.service.tasks import rerank
 
 
@@ -41,9 +39,9 @@ class _Invocations(Dispatcher):
             "query": tei.rerank_route(context),
         }
         self._by_model = [
-            openai.embeddings_route(context),
+            openai.Embeddings(context),
             vllm.other_routes(context)["/classify"]["input"],
-            pooling.pooling_route(context),
+            pooling.Pooling(context),
         ]
         examples = {
             **self.doc.examples,
@@ -60,7 +58,6 @@ class _Invocations(Dispatcher):
         )
 
     def parse(self, request: ServedRequest, data: bytes) -> tuple[TaskRoute, Any]:
-        """Return the route that a body is for, and the body."""
         value = load(data, self.context.body_limits)
         if isinstance(value, dict) and "inputs" not in value:
             if "input" in value:
@@ -81,15 +78,13 @@ class _Invocations(Dispatcher):
         return self._by_model[0]
 
 
-def routes(context: ProtocolContext) -> Sequence[Route]:
-    """Return the routes that SageMaker asks."""
+def _routes(context: ProtocolContext) -> Sequence[Route]:
     ping = partial(answer_probe, context.state.why_unready, None)
     summary = "Readiness, for SageMaker"
-    doc = {"tag": "SageMaker", "error_body": ErrorBody}
     return [
-        get_route("/ping", ping, summary, None, 503, **doc),
+        get_route("/ping", ping, summary, None, 503, tag="SageMaker"),
         _Invocations(context).bind("/invocations"),
     ]
 
 
-PROTOCOL: Final = WireProtocol(("/ping", "/invocations"), routes, error_body, has_422=True)
+PROTOCOL: Final = WireProtocol(_routes)

@@ -48,8 +48,7 @@ class SharedErrorBody:
     detail: str
 
 
-def error_body(error: ErrorInfo) -> SharedErrorBody:
-    """Return the body of an error."""
+def _error_body(error: ErrorInfo) -> SharedErrorBody:
     message = error.message
     return SharedErrorBody(message, error.kind, error.code, message, message)
 
@@ -80,7 +79,6 @@ class SharedRoute(TaskRoute):
         self.doc = replace(
             own.doc,
             result=Union[tuple(doc.result for doc in docs)],  # noqa: UP007
-            error_body=SharedErrorBody,
             examples={title: body for doc in docs for title, body in doc.examples.items()},
             headers={name: header for doc in docs for name, header in doc.headers.items()},
         )
@@ -113,6 +111,6 @@ class SharedRoute(TaskRoute):
 
 
 PROTOCOL: Final = WireProtocol(
-    ("/rerank", "/score", "/classify"), lambda _: (), error_body, has_422=True
+    lambda _: (), ("/rerank", "/score", "/classify"), SharedErrorBody, _error_body, has_422=True
 )
 """The errors of the shared paths, whose routes the protocols bind."""

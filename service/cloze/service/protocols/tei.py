@@ -17,15 +17,8 @@ from cloze.service.errors import Location
 from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.models.pipeline import Models, Pipeline
 from cloze.service.protocols import reranking
-from cloze.service.protocols.protocol import (
-    ErrorBody,
-    LenientModel,
-    ProtocolContext,
-    TaskRoute,
-    WireProtocol,
-    error_body,
-)
-from cloze.service.protocols.rank_routes import RANKED_BY, RankRoute, can_rank
+from cloze.service.protocols.protocol import LenientModel, ProtocolContext, TaskRoute, WireProtocol
+from cloze.service.protocols.reranking import RANKED_BY, RankRoute, can_rank
 from cloze.service.protocols.shared_paths import SharedRoute
 from cloze.service.tasks import embed, rerank, text_classification, token_ids
 from cloze.service.tasks.task import INPUTS
@@ -42,9 +35,9 @@ class PredictBody(TruncationParameters, LenientModel):
     """The body of ``POST /predict``."""
 
     inputs: Text | _OneOrTwo | Annotated[list[_OneOrTwo], NotEmpty] = Field(
-        description="a text; [text] or [text, second text]; or a list of such lists",
-        examples=["The room was loud."],
+        examples=["The room was loud."]
     )
+    """a text; [text] or [text, second text]; or a list of such lists"""
     raw_scores: bool = Field(False, description="whether the scores are the model's logits")
     model: str | None = _MODEL
 
@@ -65,17 +58,15 @@ class TokenizeBody(token_ids.TokenizeParameters, LenientModel):
 class DecodeBody(token_ids.DecodeParameters, LenientModel):
     """The body of ``POST /decode``."""
 
-    ids: TokenIds | Annotated[list[TokenIds], NotEmpty] = Field(
-        description="the token ids of a text, or a list of such lists", examples=[[101, 102]]
-    )
+    ids: TokenIds | Annotated[list[TokenIds], NotEmpty] = Field(examples=[[101, 102]])
+    """the token ids of a text, or a list of such lists"""
     model: str | None = _MODEL
 
 
-_doc = partial(RouteDoc, tag="text-embeddings-inference", error_body=ErrorBody)
+_doc = partial(RouteDoc, tag="text-embeddings-inference")
 
 
-def routes(context: ProtocolContext) -> Sequence[Route]:
-    """Return the routes for text-embeddings-inference's clients."""
+def _routes(context: ProtocolContext) -> Sequence[Route]:
     bound = [_Tokenize(context).bind("/tokenize"), _Decode(context).bind("/decode")]
     if text_classification.TASK.name in context.tasks:
         bound.append(_Predict(context).bind("/predict"))
@@ -193,6 +184,4 @@ class _Decode(TokenizerRoute):
         return body.ids, body
 
 
-PROTOCOL: Final = WireProtocol(
-    ("/predict", "/tokenize", "/decode"), routes, error_body, has_422=True
-)
+PROTOCOL: Final = WireProtocol(_routes)

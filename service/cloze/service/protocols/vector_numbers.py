@@ -11,7 +11,6 @@ from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
 from cloze.service.core import Float32
 from cloze.service.errors import InvalidRequest, Location
@@ -55,12 +54,10 @@ METADATA: Final[Mapping[str, tuple[str, str]]] = {
 class NumbersBody(LenientModel):
     """vLLM's fields of the bytes of numbers."""
 
-    embed_dtype: EmbedDtype | None = Field(
-        None, description="vLLM's field: the type of numbers in base64 and bytes; default float32"
-    )
-    endianness: Endianness | None = Field(
-        None, description="vLLM's field: their order of bytes; native, the default, is little"
-    )
+    embed_dtype: EmbedDtype | None = None
+    """vLLM's field: the type of numbers in base64 and bytes; default float32"""
+    endianness: Endianness | None = None
+    """vLLM's field: their order of bytes; native, the default, is little"""
 
     def written(self, vector: Float32) -> bytes:
         """Return the bytes of the numbers of an array of any shape, in the type asked for."""

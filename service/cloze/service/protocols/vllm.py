@@ -17,13 +17,8 @@ from cloze.service.core import ServedRequest
 from cloze.service.errors import InvalidRequest, Location
 from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.protocols import openai
-from cloze.service.protocols.protocol import (
-    STATUSES_WITHOUT_422,
-    ProtocolContext,
-    TaskRoute,
-    WireProtocol,
-)
-from cloze.service.protocols.rank_routes import (
+from cloze.service.protocols.protocol import ProtocolContext, TaskRoute, WireProtocol
+from cloze.service.protocols.reranking import (
     RANKED_BY,
     RankParameters,
     RankRoute,
@@ -127,12 +122,10 @@ class _Score(RankRoute):
         "The relevance of texts to queries, in vLLM's shape",
         "vLLM",
         ScoredTexts,
-        openai.OpenAiErrorBody,
         examples={
             "One query": {"queries": "Who died?", "documents": ["A ship left.", "The king died."]}
         },
         headers=RANKED_BY,
-        errors=STATUSES_WITHOUT_422,
     )
 
     def to_call(self, _: ServedRequest, body: PairsBody) -> tuple[Any, Any]:
@@ -190,9 +183,7 @@ class _Classify(TaskRoute):
         "The labels of texts, in vLLM's and Infinity's shapes",
         "vLLM",
         ScoredTexts,
-        openai.OpenAiErrorBody,
         examples={"Two texts": {"input": ["The room was loud.", "The staff was friendly."]}},
-        errors=STATUSES_WITHOUT_422,
     )
 
     def to_call(self, _: ServedRequest, body: ClassifyBody) -> tuple[Any, Any]:
@@ -212,7 +203,7 @@ class _Classify(TaskRoute):
         return _answer(self, request, body, rows)
 
 
-def routes(context: ProtocolContext) -> Sequence[Route]:
+def _routes(context: ProtocolContext) -> Sequence[Route]:
     """Return the routes below ``/v1``; `native` has the others."""
     bound = [_Score(context).bind("/v1/score")] if can_rank(context) else []
     if text_classification.TASK.name in context.tasks:
@@ -229,4 +220,4 @@ def other_routes(context: ProtocolContext) -> Mapping[str, Mapping[str, TaskRout
     }
 
 
-PROTOCOL: Final = WireProtocol(("/v1/score", "/v1/classify"), routes, openai.error_body)
+PROTOCOL: Final = WireProtocol(_routes)

@@ -24,6 +24,7 @@ from cloze.service.protocols.protocol import (
     ProtocolContext,
     TaskRoute,
     WireProtocol,
+    answer_probe,
     get_route,
     ignored_fields,
     json_response,
@@ -97,7 +98,6 @@ class _Vectors(TaskRoute):
         "One vector per text, in Weaviate's shape",
         "Weaviate",
         TextVector | TextVectors,
-        WeaviateErrorBody,
         examples={
             "One text": {"text": "A cat sat.", "config": {"task_type": "passage"}},
             "Two texts": {"texts": ["A cat sat.", "A dog ran."]},
@@ -121,7 +121,6 @@ class _Vectors(TaskRoute):
         return body.text if body.texts is None else body.texts, parameters
 
     def in_body(self, at: errors.Location, body: VectorsBody) -> errors.Location:
-        """Return the location in a body of what `/embed` has at a location."""
         if at[:1] == INPUTS:
             return errors.Location(("text" if body.texts is None else "texts", *at[1:]))
         return errors.Location(("config", self._names.get(str(at[0]), str(at[0])), *at[1:]))
@@ -146,18 +145,7 @@ class _Vectors(TaskRoute):
         return options is not None and options.poolings == (_POOLINGS[strategy],)
 
 
-async def _no_content(context: ProtocolContext, request: Request) -> Response:
-    """Answer a probe, whose path ends with what it asks for."""
-    state = context.state
-    is_live = request.scope["path"].endswith("live")
-    if (error := state.why_restart() if is_live else state.why_unready()) is not None:
-        raise error
-    return Response(status_code=204)
-
-
-def routes(context: ProtocolContext) -> Sequence[Route]:
-    """Return the routes of Weaviate's module."""
-
+def _routes(context: ProtocolContext) -> Sequence[Route]:
     async def meta(request: Request) -> Response:
         models = context.models_of(request.scope[RECORD])
         if (default := models.default(embed.TASK)) is None:
@@ -174,19 +162,19 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
             }
         )
 
-    get = partial(get_route, tag="Weaviate", error_body=WeaviateErrorBody)
-    probe = partial(_no_content, context)
+    get = partial(get_route, tag="Weaviate")
+    live, ready = (
+        partial(answer_probe, problem, None, status=204)
+        for problem in (context.state.why_restart, context.state.why_unready)
+    )
     return [
         _Vectors(context).bind("/vectors"),
         get("/meta", meta, "The default model of embeddings, for Weaviate", dict[str, Any]),
-        get("/.well-known/live", probe, "Liveness, for Weaviate", None, 503, status=204),
-        get("/.well-known/ready", probe, "Readiness, for Weaviate", None, 503, status=204),
+        get("/.well-known/live", live, "Liveness, for Weaviate", None, 503, status=204),
+        get("/.well-known/ready", ready, "Readiness, for Weaviate", None, 503, status=204),
     ]
 
 
 PROTOCOL: Final = WireProtocol(
-    ("/vectors", "/meta", "/.well-known/"),
-    routes,
-    lambda error: WeaviateErrorBody(error.message),
-    has_422=True,
+    _routes, ("/vectors", "/meta", "/.well-known/"), WeaviateErrorBody, has_422=True
 )

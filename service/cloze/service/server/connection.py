@@ -214,7 +214,6 @@ class ServerProtocol(HttpToolsProtocol):
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
 
     def _refuse_error(self, error: httptools.HttpParserError) -> None:
-        """Refuse bytes that are no request of HTTP/1.1."""
         if self.parser.get_method() == b"PRI":  # the first bytes of HTTP/2
             self._refuse(505, "the server speaks HTTP/1.1 only, not HTTP/2")
             return

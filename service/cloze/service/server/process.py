@@ -156,7 +156,6 @@ class _Server(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to accept connections."""
         await super().startup(sockets=[])
         service, certificate = self._service, self._service.certificate
 

@@ -103,19 +103,13 @@ class QaDetails:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The context of a question with its tokens and windows.
-
-    Attributes:
-        context_start: index of the context's first token in the encoding of each window.
-        windows: (first, end) tokens of the context in each window.
-        first_ends: see `first_ends`.
-    """
+    """The context of a question with its tokens and windows."""
 
     context: str
     spans: Spans
-    context_start: int
-    windows: list[Bounds]
-    first_ends: NDArray[np.intp]
+    context_start: int  # index of the context's first token in the encoding of each window
+    windows: list[Bounds]  # (first, end) tokens of the context in each window
+    first_ends: NDArray[np.intp]  # see `first_ends`
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +175,6 @@ class _Window(NamedTuple):
 def _search(
     question: Question, bounds: Bounds, logits: Float32, options: QaOptions, memory: SpanMemory
 ) -> _Window:
-    """Return the best spans of a window of a context."""
     check_awaited()
     # The start and end scores [2, 1 + C] of [CLS] and the C tokens of the context.
     first = question.context_start

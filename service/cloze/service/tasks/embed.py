@@ -20,13 +20,7 @@ from cloze.model_store.heads import (
 from cloze.service.core import Float32
 from cloze.service.errors import InvalidRequest, Location, WrongTask
 from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext
-from cloze.service.tasks.texts import (
-    Bounds,
-    EmbedInputs,
-    TextEncoder,
-    TextParameters,
-    encode_texts,
-)
+from cloze.service.tasks.texts import Bounds, EmbedInputs, TextEncoder, TextParameters, encode_texts
 from cloze.service.tasks.wire import Count, CountOrZero, NotEmpty, check_range
 
 Layers = Literal["first", "second-to-last", "last", "sum-last-four", "concat-last-four", "sum-all"]
@@ -38,37 +32,27 @@ class EmbedParameters(TextParameters):
     `pooling`, `layers`, `spans`, and the windows of long texts are our own.
     """
 
-    normalize: bool | None = Field(
-        None, description="whether to scale vectors to length 1; the default depends on the model"
-    )
+    normalize: bool | None = None
+    """whether to scale vectors to length 1; the default depends on the model"""
     dimensions: Count | None = Field(None, description="number of leading dimensions to keep")
-    encoding_format: Literal["float", "base64"] | None = Field(
-        None, description="accepted for huggingface_hub and ignored"
-    )
-    pooling: Literal["cls", "mean", "max"] | None = Field(
-        None, description="how tokens become one vector; the default is the model's own"
-    )
-    layers: Layers | None = Field(
-        None, description="the layers that are pooled (first: the embeddings); the default is last"
-    )
-    spans: Annotated[list[tuple[CountOrZero, Count]], NotEmpty] | None = Field(
-        None, description="parts (start, end) of one text, in characters; each has a vector"
-    )
+    encoding_format: Literal["float", "base64"] | None = None
+    """accepted for huggingface_hub and ignored"""
+    pooling: Literal["cls", "mean", "max"] | None = None
+    """how tokens become one vector; the default is the model's own"""
+    layers: Layers | None = None
+    """the layers that are pooled (first: the embeddings); the default is last"""
+    spans: Annotated[list[tuple[CountOrZero, Count]], NotEmpty] | None = None
+    """parts (start, end) of one text, in characters; each has a vector"""
 
 
 class _State(NamedTuple):
-    """How the outputs of one request become its vectors.
+    """How the outputs of one request become its vectors."""
 
-    Attributes:
-        head: name of the head that gives the vectors.
-        recipe: the length and the number of dimensions of the vectors.
-        windows: the tokens of each window of each text; None: a text has one encoding.
-        spans: the (first, end) tokens of each vector of the only text; None: a vector per text.
-    """
-
-    head: str
-    recipe: VectorRecipe
+    head: str  # name of the head that gives the vectors
+    recipe: VectorRecipe  # the length and the number of dimensions of the vectors
+    # The tokens of each window of each text; None: a text has one encoding.
     windows: list[list[int]] | None = None
+    # The (first, end) tokens of each vector of the only text; None: a vector per text.
     spans: list[Bounds] | None = None
 
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Final, NamedTuple
 
-from pydantic import Field
-
 from cloze.model_store.embedding_space import tokens_recipe
 from cloze.model_store.heads import HeadRequest, multi_vector, token_embedding
 from cloze.model_store.manifest import Role
@@ -28,9 +26,8 @@ _REQUEST: Final = {token_embedding.HEAD.name: HeadRequest()}
 class TokenParameters(CutTextParameters):
     """The fields of text-embeddings-inference, and one of our own."""
 
-    return_offsets: bool | None = Field(
-        None, description="whether to add the place of each token in its text; the answer is JSON"
-    )
+    return_offsets: bool | None = None
+    """whether to add the place of each token in its text; the answer is JSON"""
 
 
 @dataclass(frozen=True, slots=True)

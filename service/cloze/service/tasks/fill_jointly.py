@@ -42,16 +42,11 @@ class _Hypothesis(NamedTuple):
 
 @dataclass(slots=True)
 class _Text:
-    """A text whose masks are being filled.
+    """A text whose masks are being filled."""
 
-    Attributes:
-        ids: ids of the text, without special tokens.
-        masks: positions of the masks in the ids.
-        hypotheses: what fills the first masks, best first.
-    """
-
-    ids: list[int]
-    masks: list[int]
+    ids: list[int]  # ids of the text, without special tokens
+    masks: list[int]  # positions of the masks in the ids
+    # What fills the first masks, best first.
     hypotheses: list[_Hypothesis] = field(default_factory=lambda: [_Hypothesis()])
 
     def filled(self, hypothesis: _Hypothesis) -> list[int]:

@@ -33,18 +33,14 @@ class FillMaskParameters(UsageParameters):
     """The parameters that huggingface_hub's ``fill_mask`` sends, and some of our own."""
 
     top_k: Count | None = Field(None, description="predictions per mask; the default is 5")
-    targets: str | list[str] | None = Field(
-        None, description="tokens to choose among; scores remain those in the whole vocabulary"
-    )
-    targets_as: Literal["tokens", "words"] | None = Field(
-        None, description="words: a target has all its sub-tokens; tokens, the default: the first"
-    )
-    decode: fill_jointly.Method | None = Field(
-        None, description="fill all masks of a text together; the default fills each by itself"
-    )
-    original: Text | Texts | None = Field(
-        None, description="the word at the mask, one per text: return its probability and rank"
-    )
+    targets: str | list[str] | None = None
+    """tokens to choose among; scores remain those in the whole vocabulary"""
+    targets_as: Literal["tokens", "words"] | None = None
+    """words: a target has all its sub-tokens; tokens, the default: the first"""
+    decode: fill_jointly.Method | None = None
+    """fill all masks of a text together; the default fills each by itself"""
+    original: Text | Texts | None = None
+    """the word at the mask, one per text: return its probability and rank"""
     long_text: LongText | None = Field(
         None,
         description="error refuses a long text, truncate cuts its end, window keeps the part "
@@ -97,7 +93,6 @@ def prepare(
 
 
 def _targets(parameters: FillMaskParameters, limits: TaskLimits) -> list[str]:
-    """Return the distinct targets."""
     targets = parameters.targets or []
     targets = [targets] if isinstance(targets, str) else targets
     if (count := len(targets)) > (most := limits.max_top_k):

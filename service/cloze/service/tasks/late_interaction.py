@@ -16,7 +16,7 @@ from cloze.model_store.heads.multi_vector import LateInteraction, MultiVectorReq
 from cloze.model_store.manifest import Role
 from cloze.service.core import Float32
 from cloze.service.tasks.task import Input, Outputs, TaskContext
-from cloze.service.tasks.texts import LongTextRule, TextEncoder, limited, own_ids
+from cloze.service.tasks.texts import LongTextRule, TextEncoder, own_ids
 
 Kept = NDArray[np.bool_]
 """Whether the vector of each token of a text counts: bool [S]."""
@@ -41,9 +41,7 @@ def encode(
     if role is Role.QUERY:
         marker, most = options.query_marker, options.query_tokens
     markers = [] if marker is None else [marker]
-    max_tokens = min(most, context.limits.max_tokens)
-    if rule.most_tokens is not None:
-        max_tokens = min(max_tokens, limited(rule.most_tokens, context.limits.max_tokens))
+    max_tokens = min(most, rule.limit(context.limits.max_tokens))
     encoder = TextEncoder(rule, context, max_tokens)
     encoder.before += len(markers)
     ids = iter(tokenizer.ids([text for _, text in texts if isinstance(text, str)]))

@@ -55,9 +55,8 @@ _REQUEST: Final = {next_sentence.HEAD.name: HeadRequest()}
 class NspParameters(UsageParameters):
     """What to do with a pair that is too long for the model."""
 
-    long_text: Literal["error", "truncate"] | None = Field(
-        None, description="error refuses a long pair; truncate, the default, cuts its longer text"
-    )
+    long_text: Literal["error", "truncate"] | None = None
+    """error refuses a long pair; truncate, the default, cuts its longer text"""
 
 
 def prepare(

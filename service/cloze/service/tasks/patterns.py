@@ -101,7 +101,6 @@ def _phones(text: str, region: str | None) -> Iterator[Place]:
 
 
 def _phone_candidate(text: str, position: int) -> Place | None:
-    """Return the next part of a text that may be a telephone number."""
     from phonenumbers.phonenumbermatcher import _PATTERN
 
     while position < len(text):

@@ -204,7 +204,6 @@ class _Placeholders:
 
 
 def _redacted(text: str, found: Sequence[LabelledSpan], placeholders: _Placeholders) -> Redaction:
-    """Return a text with placeholders."""
     parts: list[str] = []
     replacements: list[Replacement] = []
     position = length = 0

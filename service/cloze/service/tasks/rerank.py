@@ -57,13 +57,11 @@ class TextPairs:
 class RerankParameters(TruncationParameters, UsageParameters):
     """The parameters of text-embeddings-inference, and windows."""
 
-    raw_scores: bool | None = Field(
-        None, description="whether a classifier's scores are its logits, and not their sigmoid"
-    )
+    raw_scores: bool | None = None
+    """whether a classifier's scores are its logits, and not their sigmoid"""
     return_text: bool = Field(False, description="whether the ranks repeat the texts")
-    max_tokens_per_doc: CountOrZero | None = Field(
-        None, description="tokens to keep of each text, from its start; 0 or null keeps all"
-    )
+    max_tokens_per_doc: CountOrZero | None = None
+    """tokens to keep of each text, from its start; 0 or null keeps all"""
 
 
 @dataclass(frozen=True, slots=True)

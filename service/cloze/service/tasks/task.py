@@ -51,25 +51,15 @@ Input = tuple[Location, T]
 
 @dataclass(frozen=True, slots=True)
 class TaskLimits:
-    """The limits of one request. Each check raises `InvalidRequest`, or `EmptyRequest`.
+    """The limits of one request. Each check raises `InvalidRequest`, or `EmptyRequest`."""
 
-    Attributes:
-        max_tokens: most tokens per sequence, special tokens included; the model's limit.
-        max_masks: most mask tokens per text.
-        max_top_k: most predictions per mask, or answers per question.
-        max_results: most predictions, or answers.
-        max_request_tokens: most tokens, including all windows of long texts.
-        max_text_characters: most characters per text, before truncation.
-        max_request_texts: most texts.
-    """
-
-    max_tokens: int
-    max_masks: int
-    max_top_k: int
-    max_results: int
-    max_request_tokens: int
-    max_text_characters: int
-    max_request_texts: int = 2048
+    max_tokens: int  # most tokens per sequence, special tokens included; the model's limit
+    max_masks: int  # most mask tokens per text
+    max_top_k: int  # most predictions per mask, or answers per question
+    max_results: int  # most predictions, or answers
+    max_request_tokens: int  # most tokens, including all windows of long texts
+    max_text_characters: int  # most characters per text, before truncation
+    max_request_texts: int = 2048  # most texts
 
     def checked(
         self,
@@ -212,32 +202,23 @@ class TextUsage:
 
 
 class PreparedRequest(NamedTuple, Generic[S]):
-    """A tokenized request.
+    """A tokenized request."""
 
-    Attributes:
-        encodings: the encodings to run; without any, `Task.decode` follows at once.
-        state: the values that `Task.decode` needs besides the outputs.
-        truncated: number of the request's texts that were cut.
-        warnings: messages for the client, in ASCII.
-        usage: how much of each input was used; None unless the client asks.
-        advance: (outputs, context) -> the next round of the engine, or None if `Task.decode`
-            follows; None if there is one round.
-        texts: number of texts, pairs or questions of the request.
-        vectors: how the result's vectors are made; None: the result has no vectors.
-        others: rows of the answer besides those of the heads' results, such as one per token of
-            `/tokenize`.
-        labels: vectors that the encodings need, some of which may be missing.
-    """
-
-    encodings: list[Encoding]
-    state: S
-    truncated: int = 0
-    warnings: tuple[str, ...] = ()
+    encodings: list[Encoding]  # the encodings to run; without any, `Task.decode` follows at once
+    state: S  # the values that `Task.decode` needs besides the outputs
+    truncated: int = 0  # number of the request's texts that were cut
+    warnings: tuple[str, ...] = ()  # messages for the client, in ASCII
+    # How much of each input was used; None unless the client asks.
     usage: Sequence[TextUsage] | None = None
+    # (outputs, context) -> the next round of the engine, or None if `Task.decode` follows; None if
+    # there is one round.
     advance: "Advance | None" = None
-    texts: int = 1
+    texts: int = 1  # number of texts, pairs or questions of the request
+    # How the result's vectors are made; None: the result has no vectors.
     vectors: VectorRecipe | None = None
+    # Rows of the answer besides those of the heads' results, such as one per token of `/tokenize`.
     others: int = 0
+    # Vectors that the encodings need, some of which may be missing.
     labels: LabelVectors | None = None
 
     @property

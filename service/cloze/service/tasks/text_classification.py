@@ -131,7 +131,6 @@ def decode(state: _State, outputs: Outputs, _: TaskContext) -> list[list[LabelSc
 
 
 def _decode_in_order(state: _State, outputs: Outputs, _: TaskContext) -> list[list[LabelScore]]:
-    """Return the labels of each text, in the order of the model's labels."""
     rows = _scores_of(state, outputs).tolist()
     return [[*map(LabelScore, state.labels, row)] for row in rows]
 

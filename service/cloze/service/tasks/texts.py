@@ -93,30 +93,30 @@ _OVERLAP: Final = 4
 
 
 class LongTextRule(NamedTuple):
-    """What a request does with its long texts.
-
-    Attributes:
-        refused_by: the parameter that refuses them, for the error.
-        side: the end of a long text to cut; None: the model's.
-        stride: tokens that neighbouring windows share; None: a quarter of a window.
-        divides_pairs: whether windows divide the second text of a pair, which is refused otherwise.
-        report: whether to report how much of each text was used.
-        most_tokens: most tokens of a sequence, with its special tokens; None: as many as the model
-            reads.
-    """
+    """What a request does with its long texts."""
 
     choice: LongText
-    refused_by: str = "long_text is error"
-    side: Side | None = None
-    stride: int | None = None
-    report: bool | None = False
+    refused_by: str = "long_text is error"  # the parameter that refuses them, for the error
+    side: Side | None = None  # the end of a long text to cut; None: the model's
+    stride: int | None = None  # tokens that neighbouring windows share; None: a quarter of a window
+    report: bool | None = False  # whether to report how much of each text was used
+    # Whether windows divide the second text of a pair, which is refused otherwise.
     divides_pairs: bool = False
+    # Most tokens of a sequence, with its special tokens; None: as many as the model reads.
     most_tokens: int | None = None
 
     def check(self, at: Location, tokens: int, most: int, limit: str = "the model reads") -> None:
         """Raise `InvalidRequest` for more tokens than the limit if the rule refuses long texts."""
         if tokens > most and self.choice == "error":
             raise TextTooLong(f"has {tokens} tokens; {limit} {most}, and {self.refused_by}", at)
+
+    def limit(self, max_tokens: int) -> int:
+        """Return the most tokens of a sequence, for a model's limit."""
+        if (most := self.most_tokens) is None or _LEAST_TOKENS <= most <= max_tokens:
+            return max_tokens if most is None else most
+        known = f"-1 or {_LEAST_TOKENS} to {max_tokens}, which is what the model reads"
+        at = Location(("truncate_prompt_tokens",))
+        raise InvalidRequest(f"must be {known}, got {most}", at)
 
 
 class UsageParameters(WireModel):
@@ -215,23 +215,17 @@ class TextEncoder:
     tokens is longer than the 10 that have room. A request may refuse the text, read its first or
     last 10 tokens, or read the windows (0, 10), (8, 18) and (16, 25), which share a quarter of a
     window.
-
-    Attributes:
-        requests: what each encoding asks of the heads.
-        prompt: the text before each text, unless each has its own.
-        before: number of tokens before those of a text.
-        texts: the texts and pairs so far.
-        window_tokens: tokens of all windows so far.
     """
 
     rule: LongTextRule
     context: TaskContext
     max_tokens: int
+    # What each encoding asks of the heads.
     requests: Mapping[str, HeadRequest] = field(default_factory=dict)
-    prompt: str = ""
-    before: int = 1
-    texts: list[EncodedText] = field(default_factory=list)
-    window_tokens: int = field(default=0, init=False)
+    prompt: str = ""  # the text before each text, unless each has its own
+    before: int = 1  # number of tokens before those of a text
+    texts: list[EncodedText] = field(default_factory=list)  # the texts and pairs so far
+    window_tokens: int = field(default=0, init=False)  # tokens of all windows so far
 
     @property
     def keep_end(self) -> bool:
@@ -388,15 +382,6 @@ class TextEncoder:
         )
 
 
-def limited(most: int, max_tokens: int) -> int:
-    """Return the most tokens of a sequence of a request that limits them, for a model's limit."""
-    if not _LEAST_TOKENS <= most <= max_tokens:
-        known = f"-1 or {_LEAST_TOKENS} to {max_tokens}, which is what the model reads"
-        at = Location(("truncate_prompt_tokens",))
-        raise InvalidRequest(f"must be {known}, got {most}", at)
-    return most
-
-
 def encode_pairs(
     pairs: Sequence[tuple[Location, str, str | None]],
     rule: LongTextRule,
@@ -406,10 +391,7 @@ def encode_pairs(
     """Return the encodings of pairs of texts, and of texts whose second text is None."""
     texts = list(dict.fromkeys(text for _, *pair in pairs for text in pair if text is not None))
     ids = dict(zip(texts, context.tokenizer.ids(texts), strict=True))  # each text once
-    max_tokens = context.limits.max_tokens
-    if rule.most_tokens is not None:
-        max_tokens = limited(rule.most_tokens, max_tokens)
-    encoder = TextEncoder(rule, context, max_tokens, requests)
+    encoder = TextEncoder(rule, context, rule.limit(context.limits.max_tokens), requests)
     for at, first, second in pairs:
         if second is None:
             encoder.add(at, ids[first], first)
@@ -432,8 +414,8 @@ def encode_texts(
     """
     options, tokenizer = context.manifest.embedding, context.tokenizer
     max_tokens = options.max_tokens if options else context.limits.max_tokens
-    if rule.most_tokens is not None:
-        max_tokens = limited(rule.most_tokens, max_tokens)
+    if rule.most_tokens is not None:  # most requests do without the call
+        max_tokens = rule.limit(max_tokens)
     prompts = prompts or [prompt] * len(texts)
     encoder = TextEncoder(rule, context, max_tokens, requests, prompt)
     lengths: dict[str, int] = {}

@@ -58,16 +58,11 @@ class ZeroShotParameters(TruncationParameters, UsageParameters):
 
 
 class _State(NamedTuple):
-    """How the logits of one request become scores.
-
-    Attributes:
-        alone: whether each label is judged alone.
-        windows: number of windows of each text; each has one encoding per label.
-    """
+    """How the logits of one request become scores."""
 
     labels: list[str]
-    alone: bool
-    windows: list[int]
+    alone: bool  # whether each label is judged alone
+    windows: list[int]  # number of windows of each text; each has one encoding per label
 
 
 def _entailing(manifest: Manifest) -> tuple[int, slice] | None:
@@ -83,7 +78,6 @@ def _entailing(manifest: Manifest) -> tuple[int, slice] | None:
 
 
 def _why_not_served(manifest: Manifest) -> str | None:
-    """Return why a classifier cannot do this task; None if it can."""
     if _entailing(manifest) is not None:
         return None
     labels = [label for each in sequence_labels(manifest).sets for label in each.labels]

@@ -58,25 +58,18 @@ _MOST_WORDS, _LONGEST_WORD = 8192, 32
 
 @dataclass(frozen=True, eq=False)
 class _Vocabulary:
-    """A tokenizer of the library, with what its file says.
-
-    Attributes:
-        boundary: where long texts may be divided.
-        expands: whether the normaliser replaces characters by their compatibility forms.
-        size: number of tokens, those included that no text becomes.
-        words: the ids of recent words; None unless the ids of plain text are those of its words,
-            one after another. The library takes five times as long to find them.
-        added: matches the tokens that the library looks for before it divides a text.
-        alone: the ids of recent words that were tokenized alone.
-    """
+    """A tokenizer of the library, with what its file says."""
 
     backend: Backend
-    boundary: Boundary | None
-    expands: bool
+    boundary: Boundary | None  # where long texts may be divided
+    expands: bool  # whether the normaliser replaces characters by their compatibility forms
     unknown_id: int | None
-    size: int
+    size: int  # number of tokens, those included that no text becomes
+    # The ids of recent words; None unless the ids of plain text are those of its words, one after
+    # another. The library takes five times as long to find them.
     words: dict[str, list[int]] | None
-    added: re.Pattern[str]
+    added: re.Pattern[str]  # matches the tokens that the library looks for before it divides a text
+    # The ids of recent words that were tokenized alone.
     alone: dict[str, list[int]] = field(default_factory=dict)
 
     @cached_property

@@ -10,7 +10,7 @@ import pytest
 from starlette.requests import Request
 
 from cloze.service import errors
-from cloze.service.protocols import PROTOCOLS, WireProtocol, error_response
+from cloze.service.protocols import error_response
 from cloze.service.protocols.tei import _Decode
 from cloze.service.tasks.task import INPUTS
 from tests.support.records import recorded, scope_of
@@ -27,16 +27,18 @@ def error_of(kind: type[Exception]) -> Exception:
     return kind("why", 3) if issubclass(kind, errors.Overloaded) else kind("why")
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda protocol: protocol.prefixes[0])
+PATHS = """/ /predict /vertex /ping /v1/models/bert:predict /v1/ /models /v1/ranking /v1/score /v2
+/api/ /api/tags /gliner /v1/rerank /v2/embed /pooling /vectors /rerank"""
+
+
+@pytest.mark.parametrize("path", PATHS.split())
 @pytest.mark.parametrize("kind", [*KINDS, RuntimeError], ids=lambda kind: kind.__name__)
-def test_an_error_has_its_status_and_its_type(
-    kind: type[Exception], protocol: WireProtocol
-) -> None:
+def test_an_error_has_its_status_and_its_type(kind: type[Exception], path: str) -> None:
     code = getattr(kind, "code", "internal_error")
     status, error_type = DOCUMENTED[code]
     openai_type = "server_error" if status >= 500 else "invalid_request_error"
     openai_type = "rate_limit_error" if status == 429 else openai_type
-    asked = Request(scope_of(recorded(protocol.prefixes[0])))
+    asked = Request(scope_of(recorded(path)))
     response = asyncio.run(error_response(asked, error_of(kind), 30.0))
     message = "an internal error; it was logged" if kind is RuntimeError else "why"
     only_400 = 400 if status == 422 else status
@@ -59,7 +61,7 @@ def test_an_error_has_its_status_and_its_type(
     }
     assert response.headers["x-error-code"] == code
     answer = response.status_code, json.loads(response.body)
-    assert answer == expected.get(protocol.prefixes[0], (status, usual))
+    assert answer == expected.get(path, (status, usual))
 
 
 def test_every_code_is_documented_with_its_status_and_type() -> None:

@@ -102,3 +102,11 @@ def test_what_the_hub_does_not_have_is_one_clear_line(
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(f"cloze: {message}")
     assert not (tmp_path / "store").exists()
+
+
+def test_a_hub_that_does_not_answer_is_one_clear_line(tmp_path: Path) -> None:
+    done = export("http://127.0.0.1:9", tmp_path, "tiny/bert")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(
+        "cloze: cannot load tiny/bert from the hub (and no directory has that name): "
+    )

@@ -265,3 +265,9 @@ def is_done(end: ssl.SSLObject) -> bool:
     except ssl.SSLWantReadError:
         return False
     return True
+
+
+def test_a_key_expires(guarded: Guarded) -> None:
+    for path, sent in (("/embed", BODY), ("/v1/embeddings", OPENAI_BODY)):
+        assert error_of(guarded.post(path, "gone", sent)) == (401, "key_expired")
+    assert any("keys that expire within 14 days: gone" in line for line in guarded.server.log)

@@ -446,3 +446,29 @@ def test_a_second_run_names_the_first(finished: Path, stories: Path, tmp_path: P
         )
         assert {file.name for file in folder.iterdir()} == {"lock", "owner"}
     assert weights(done(folder, RECIPE, stories)) == weights(finished)
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_no_number_any_more(stories: Path, tmp_path: Path) -> None:
+    """The checkpoint from which the run goes on has weights whose products overflow."""
+    folder = tmp_path / "run"
+    with caught_in_the_middle(folder, stories) as process:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=300)
+    kept = state(folder)
+    for name, tensor in kept["module"].items():
+        if "word" in name:
+            tensor.fill_(3e38)
+    torch.save(kept, folder / "state.pt")
+    before = (folder / "state.pt").read_bytes()
+    line = refused(*pretrain_command(folder, LONG, stories))
+    found = re.match(r"(the loss is (nan|inf)|a weight is no number any more) at step (\d+)", line)
+    assert found, line
+    assert line.endswith(f"; the checkpoint in {folder} is kept; try a lower learning_rate")
+    assert kept["step"] < int(found[3]) <= kept["step"] + 100
+    assert (folder / "state.pt").read_bytes() == before
+    assert all(
+        json.loads(line)["loss"] < float("inf")
+        for line in (folder / "log.jsonl").read_text().splitlines()
+    )
+    assert refused(*pretrain_command(folder, LONG, stories)) == line

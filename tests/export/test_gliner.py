@@ -21,7 +21,12 @@ from cloze.model_store import Bundle, Store
 from cloze.model_store.batch import Encoding, placement_of
 from cloze.model_store.entity_spans import EntityPrompt, split_words
 from cloze.model_store.heads.embedding import EmbeddingRequest
-from cloze.model_store.heads.entities import HEAD, EntityOptions, EntityRequest
+from cloze.model_store.heads.entities import (
+    ENTITY_LABEL_VECTORS,
+    HEAD,
+    EntityOptions,
+    EntityRequest,
+)
 from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import BundleSpec, Manifest, Precision
 from cloze.service.text.tokenizer import Tokenizer
@@ -106,6 +111,27 @@ def test_a_batch_of_other_words_and_labels_changes_nothing(store: Store, kind: s
             [alone] = scorer.run([encoding])
             both = [inside(one[NAME].array) for one in (output, alone)]
             np.testing.assert_allclose(*both, atol=1e-5)
+
+
+def test_texts_share_the_vectors_of_labels(store: Store) -> None:
+    """As those of a request do: the graph then gets the vectors once."""
+    bundle = gliner.export_kind("bi", store)
+    scorer = graph_of(bundle)
+    rng = np.random.default_rng(2)
+    vectors = rng.standard_normal((5, 6), np.float32)
+    ids = rng.integers(5, 200, (3, 24), np.int32)
+    asked = [EntityRequest(words, vectors=vectors) for words in ((5, 6, 9), (7,), (1, 2, 3, 4, 5))]
+    batch = [
+        Encoding(row, np.zeros_like(row), {NAME: one}) for row, one in zip(ids, asked, strict=True)
+    ]
+    spec = bundle.manifest.graph_spec(Layout.DENSE)
+    feeds = HEAD.pack(asked, placement_of(Layout.DENSE, [24] * 3), spec)
+    assert feeds[ENTITY_LABEL_VECTORS.name].shape == (1, 5, 6)
+    for encoding, output in zip(batch, scorer.run(batch), strict=True):
+        [alone] = scorer.run([encoding])
+        both = [inside(one[NAME].array) for one in (output, alone)]
+        assert both[0].shape[-1] == 5
+        np.testing.assert_allclose(*both, atol=1e-5)
 
 
 def test_a_batch_without_requests_does_not_abort_the_process(store: Store) -> None:

@@ -242,8 +242,9 @@ def test_bad_parameters_are_refused_by_name(
 
 
 def test_costs_are_limited(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entities, "_MOST_PAIRS", 20)
-    assert "words times labels are 27; the limit" in ask(client, [TEXT, TEXT])["error"]
+    monkeypatch.setattr(entities, "_MOST_SCORES", 80)
+    asked = ask(client, [TEXT, TEXT])
+    assert "words times labels times 4 per pair are 108; the limit of a" in asked["error"]
     monkeypatch.undo()
     monkeypatch.setattr(entities, "_MOST_CANDIDATES", 40)
     for kind in ("span", "token"):

@@ -58,6 +58,9 @@ word of 1 MB may have 1,000 labels.
 
 _THRESHOLD: Final = 0.5
 
+_INLINE_LABELS: Final = 16
+"""Most labels of a short request whose texts, each with all labels, the event loop prepares."""
+
 Labels = Texts | dict[str, Text]
 
 
@@ -283,6 +286,12 @@ def find(state: EntityTexts, outputs: Outputs) -> list[list[Entity]]:
     return results
 
 
+def _needs_thread(asked: EntityParameters) -> bool:
+    """Return whether a short request may have many candidates, or texts behind many labels."""
+    is_low = asked.threshold is not None and asked.threshold < _THRESHOLD / 2
+    return is_low or len(asked.labels or ()) > _INLINE_LABELS
+
+
 TASK: Final = Task(
     name="entities",
     route="/entities",
@@ -295,7 +304,7 @@ TASK: Final = Task(
     result=list[Entity] | list[list[Entity]],
     alone=(str,),
     own_parameters=("labels", "flat_ner"),
-    needs_thread=lambda asked: asked.threshold is not None and asked.threshold < _THRESHOLD / 2,
+    needs_thread=_needs_thread,
     prepare=prepare,
     decode=decode,
     scores=lambda *_: "probability",

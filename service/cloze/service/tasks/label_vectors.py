@@ -6,7 +6,6 @@ Vectors that are missing are computed before the texts of a request run.
 """
 
 import os
-
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -329,7 +329,9 @@ async def test_vectors_that_texts_share_are_read_once() -> None:
     """A request may have 2,048 texts, and 1,000 labels with 2 KB of numbers each."""
     vectors = np.ones((25, 512), np.float32).view(Counted)
     texts = [
-        Encoding(of(ids).input_ids, of(ids).token_type_ids, {"entities": EntityRequest([1], (), vectors)})
+        Encoding(
+            of(ids).input_ids, of(ids).token_type_ids, {"entities": EntityRequest([1], (), vectors)}
+        )
         for ids in (A, B, C)
     ]
     asked = await World().ask(*texts)

@@ -107,6 +107,18 @@ def test_labels_of_a_bi_encoder_are_read_once(client: TestClient) -> None:
     assert len(ask(client, [TEXT, "Rain"], "bi", labels=labels, threshold=0.9)) == 2
 
 
+def test_no_client_learns_the_labels_of_another(client: TestClient) -> None:
+    """Neither by the tokens that are counted nor by the time that they take."""
+    other = TestClient(client.app, base_url="http://localhost", client=("10.0.0.2", 1))
+    other.portal = client.portal
+    body = {"inputs": TEXT, "parameters": {"labels": ["a secret", "a plan"]}, "model": "bi"}
+    tokens = [
+        int(each.post("/entities", json=body).headers["x-compute-tokens"])
+        for each in (client, other, client, other)
+    ]
+    assert tokens[0] == tokens[1] > tokens[2] == tokens[3]
+
+
 @pytest.mark.parametrize(
     ("labels", "code", "named"),
     [

@@ -117,6 +117,40 @@ def test_labels_of_a_bi_encoder_are_read_once(client: TestClient) -> None:
     assert len(ask(client, [TEXT, "Rain"], "bi", labels=labels, threshold=0.9)) == 2
 
 
+def test_no_client_learns_the_labels_of_another(client: TestClient) -> None:
+    """Neither by the tokens that are counted nor by the time that they take."""
+    other = TestClient(client.app, base_url="http://localhost", client=("10.0.0.2", 1))
+    other.portal = client.portal
+    body = {"inputs": TEXT, "parameters": {"labels": ["a secret", "a plan"]}, "model": "bi"}
+    tokens = [
+        int(each.post("/entities", json=body).headers["x-compute-tokens"])
+        for each in (client, other, client, other)
+    ]
+    assert tokens[0] == tokens[1] > tokens[2] == tokens[3]
+
+
+def test_front_ends_send_the_vectors_of_labels(store: Path, client: TestClient) -> None:
+    labels = [*LABELS, "somewhere"]
+    expected = ask(client, [TEXT, "Rain in Paris"], "bi", labels=labels, threshold=0.2)
+    with running_server(store, "--model", "bi", "--frontends", "1") as server:
+        body = {
+            "inputs": [TEXT, "Rain in Paris"],
+            "parameters": {"labels": labels, "threshold": 0.2},
+        }
+        for _ in range(2):  # computed, and known
+            answer = httpx.post(f"{server.url}/entities", json=body, timeout=60).json()
+            assert [[(e["start"], e["end"], e["label"]) for e in text] for text in answer] == [
+                [(e["start"], e["end"], e["label"]) for e in text] for text in expected
+            ]
+        redacted = httpx.post(
+            f"{server.url}/redact",
+            json={"inputs": TEXT, "parameters": {"labels": labels, "min_score": 0.2}},
+            timeout=60,
+        ).json()
+    assert expected[0]
+    assert redacted["replacements"]
+
+
 def test_bulk_runs_of_a_bi_encoder(store: Path, client: TestClient, tmp_path: Path) -> None:
     rows = write(tmp_path / "rows.jsonl", [{"text": TEXT}, {"text": "Rain"}])
     labels = [word for label in LABELS for word in ("--label", label)]
@@ -196,8 +230,9 @@ def test_bad_labels_of_an_encoder_of_labels_are_refused_by_name(
 
 
 def test_costs_are_limited(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entities, "_MOST_PAIRS", 20)
-    assert "words times labels are 27; the limit" in ask(client, [TEXT, TEXT])["error"]
+    monkeypatch.setattr(entities, "_MOST_SCORES", 80)
+    asked = ask(client, [TEXT, TEXT])
+    assert "words times labels times 4 per pair are 108; the limit of a" in asked["error"]
     monkeypatch.undo()
     monkeypatch.setattr(entities, "_MOST_CANDIDATES", 40)
     for kind in ("span", "token"):

@@ -1,8 +1,11 @@
-"""The committed GLiNER checkpoints of tests/gliner, and what the library computes with them."""
+"""The GLiNER checkpoints of tests/gliner.tar.xz, and what the library computes with them."""
 
+import atexit
 import base64
 import json
 import shutil
+import tarfile
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +17,17 @@ from numpy.typing import NDArray
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Bundle, Store
 
-FOLDER = Path(__file__).parents[1] / "gliner"
+
+def _unpacked() -> Path:
+    """Return a folder with the checkpoints, until the end of the process."""
+    folder = Path(tempfile.mkdtemp(prefix="gliner-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    with tarfile.open(Path(__file__).parents[1] / "gliner.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+FOLDER = _unpacked()
 KINDS = ("span", "marker", "token", "projected", "layout-a", "bi")
 
 Decoding = tuple[float, bool, bool, list[list[int]]]

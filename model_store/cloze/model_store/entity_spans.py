@@ -93,6 +93,15 @@ class Candidates(NamedTuple):
     scores: Floats
 
 
+def scores(logits: Floats, kind: EntityKind) -> Floats:
+    """Return the scores of a text [w, k, l]; those of spans behind the last word are 0."""
+    found = _sigmoid(logits)
+    if kind is EntityKind.SPAN:
+        words, width = found.shape[:2]
+        found[np.add.outer(np.arange(words), np.arange(width)) >= words] = 0
+    return found
+
+
 def count_candidates(logits: Floats, threshold: float, kind: EntityKind) -> int:
     """Return an upper bound of the number of candidates, without listing them."""
     scores = _sigmoid(logits)

@@ -14,6 +14,9 @@ from cloze.model_store.heads.head import Frozen
 
 _TEXTS = json.loads(Path(__file__).with_name("gate-texts.json").read_text(encoding="utf-8"))
 SENTENCES: tuple[str, ...] = tuple(_TEXTS["sentences"])
+NAMING_SENTENCES: tuple[str, ...] = tuple(_TEXTS["naming"])
+"""Sentences with persons, organizations, places, dates, products, events and animals."""
+
 QUESTIONS: tuple[tuple[str, str], ...] = tuple(map(tuple, _TEXTS["questions"]))
 """Questions, each with a context that contains the answer."""
 

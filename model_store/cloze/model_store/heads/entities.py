@@ -46,8 +46,9 @@ ENTITY_LABELS: Final = TensorSpec(
 ENTITY_LABEL_VECTORS: Final = TensorSpec(
     "entity_label_vectors",
     "float32",
-    ("e", "l", "d"),
-    "the vector of each label, in a bi-encoder in place of `entity_labels`; rest 0",
+    ("v", "l", "d"),
+    "the vector of each label, in a bi-encoder in place of `entity_labels`; rest 0; v is 1 if all "
+    "texts have the same labels, else e",
 )
 ENTITY_SCORES: Final = TensorSpec(
     "entity_scores",
@@ -159,16 +160,30 @@ def _pack(
     words = np.zeros((rows, counts.max()), np.int32)
     most_labels = max((one.label_count for _, one in asked), default=0)
     labels = np.zeros((rows, most_labels), np.int32)
-    options = graph.options.get(HEAD.name)
-    size = (isinstance(options, EntityOptions) and options.label_size) or 0
-    vectors = np.zeros((rows, most_labels, size), np.float32)
     for number, (start, one) in enumerate(asked):
         words[number, : len(one.words)] = start + np.array(one.words, np.int32)
         labels[number, : len(one.labels)] = start + np.array(one.labels, np.int32)
-        if size and one.vectors is not None:
-            vectors[number, : len(one.vectors)] = one.vectors
     feeds: Feeds = {ENTITY_WORDS.name: words, ENTITY_WORD_COUNTS.name: counts}
-    return feeds | ({ENTITY_LABEL_VECTORS.name: vectors} if size else {ENTITY_LABELS.name: labels})
+    options = graph.options.get(HEAD.name)
+    if isinstance(options, EntityOptions) and options.label_size is not None:
+        given = [one.vectors for _, one in asked]
+        return feeds | {ENTITY_LABEL_VECTORS.name: _vectors(given, options.label_size)}
+    return feeds | {ENTITY_LABELS.name: labels}
+
+
+def _vectors(given: Sequence[NDArray[np.float32] | None], size: int) -> NDArray[np.float32]:
+    """Return the vectors [v, l, d] of the labels of texts, once if all texts share them.
+
+    The texts of a request share one array. The graph multiplies vectors by as many weights as a
+    text of 100 words, so that 1,000 labels per text would cost more than a short text itself.
+    """
+    arrays = [one for one in given if one is not None]
+    if arrays and all(one is arrays[0] for one in arrays):
+        return arrays[0][None]
+    vectors = np.zeros((max(1, len(given)), max(map(len, arrays), default=0), size), np.float32)
+    for row, one in zip(vectors, arrays, strict=False):
+        row[: len(one)] = one
+    return vectors
 
 
 def _unpack(
@@ -181,7 +196,9 @@ def _unpack(
         if one is None:
             results.append(None)
             continue
-        results.append(ArrayResult(rows[number, : len(one.words), :, : one.label_count]))
+        result = rows[number, : len(one.words), :, : one.label_count]
+        # A view would keep the scores of all texts in memory, and their padding.
+        results.append(ArrayResult(result.copy() if len(rows) > 1 else result))
         number += 1
     return results
 

@@ -91,9 +91,14 @@ def _copies(outputs: HeadOutputs) -> tuple[HeadOutputs, int]:
     return copies, size
 
 
-def _digest(array: NDArray[np.generic]) -> str:
-    """Return what stands for an array in a description."""
-    return blake2b(array.tobytes(), digest_size=16).hexdigest()
+class _Digests(dict[int, str]):
+    """What stands for arrays in descriptions; the encodings of a request share arrays."""
+
+    def of(self, array: NDArray[np.generic]) -> str:
+        """Return the digest of an array that lives at least as long as this object."""
+        if (digest := self.get(id(array))) is None:
+            digest = self[id(array)] = blake2b(array.tobytes(), digest_size=16).hexdigest()
+        return digest
 
 
 @dataclass(slots=True, eq=False)
@@ -196,11 +201,11 @@ class EqualWork:
         self, model: str, client: str, encodings: Sequence[Encoding]
     ) -> tuple[list[bytes], dict[bytes, HeadOutputs]]:
         """Return the keys of encodings, and the results that are kept of them."""
-        keys = []
+        keys, digests = [], _Digests()
         for encoding in encodings:
             # Requests are numbers, lists and arrays; JSON has no NUL.
             described = orjson.dumps(
-                (model, client, encoding.requests), _digest, orjson.OPT_NON_STR_KEYS
+                (model, client, encoding.requests), digests.of, orjson.OPT_NON_STR_KEYS
             )
             arrays = encoding.input_ids.tobytes() + encoding.token_type_ids.tobytes()
             whole = described + b"\0" + arrays

@@ -5,6 +5,7 @@ pipeline of a request. The module depends neither on HTTP nor on a particular ta
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -105,7 +106,10 @@ class Pipeline:
         """
         request.began = self._clock.monotonic()
         inline = request.body_bytes <= _INLINE_BYTES and not task.needs_thread(parameters)
-        prepared = await run_anywhere(inline, task.prepare, inputs, parameters, self.context)
+        context = self.context
+        if context.labels is not None:
+            context = replace(context, client=request.client)
+        prepared = await run_anywhere(inline, task.prepare, inputs, parameters, context)
         request.tokenize_s = self._clock.monotonic() - request.began
         if request.expected_space is not None and self.model.precision():
             self._check_space(prepared.vectors, request.expected_space)

@@ -43,8 +43,8 @@ MOST_LABELS: Final = 100
 MOST_LABELS_OF_BI_ENCODER: Final = 1000
 LABEL_CHARACTERS: Final = 200
 
-_MOST_PAIRS: Final = 2**21
-"""Most words times labels of a request, whose scores take up to 100 MB."""
+_MOST_SCORES: Final = 12 * 2**21
+"""Most scores of a request, one per word, label and width of a span; they take 100 MB."""
 
 _MOST_CANDIDATES: Final = 2**17
 """Most spans above the threshold of a request, among which entities are chosen."""
@@ -57,6 +57,9 @@ word of 1 MB may have 1,000 labels.
 """
 
 _THRESHOLD: Final = 0.5
+
+_INLINE_LABELS: Final = 16
+"""Most labels of a short request whose texts, each with all labels, the event loop prepares."""
 
 Labels = Texts | dict[str, Text]
 
@@ -121,7 +124,7 @@ def prepare(
     encoder = TextEncoder(rule, context, limits.max_tokens)
     around = TEXT_TOKENS + len(prompt.ids)
     room = limits.max_tokens - around
-    prepared, pairs = [], 0
+    prepared, scores = [], 0
     for at, text in texts:
         places = list(entity_spans.split_words(text))
         ids = tokenizer.word_ids([text[first:end] for first, end in places])
@@ -139,9 +142,10 @@ def prepare(
             sequence, request = prompt.sequence([one for _, one in words[first:end]])
             encodings.append(tokenizer.encode(sequence, {HEAD.name: request}))
             encoder.count(at, len(encodings[-1]))
-            pairs += (end - first) * len(names)
-            if pairs > _MOST_PAIRS:
-                problem = f"words times labels are {pairs}; the limit of a request is {_MOST_PAIRS}"
+            scores += (end - first) * len(names) * options.logits
+            if scores > _MOST_SCORES:
+                product = f"words times labels times {options.logits} per pair are {scores}"
+                problem = f"{product}; the limit of a request is {_MOST_SCORES}"
                 raise TooMany(problem, at, UP_TO)
         read = around + sum(lengths[: windows[-1][1]]) if windows else tokens
         usage = TextUsage(tokens, read)
@@ -182,7 +186,7 @@ def _prompt(
 ) -> tuple[EntityPrompt, LabelVectors | None]:
     """Return the start of each sequence, and the vectors of the labels of a bi-encoder."""
     if context.labels is not None:
-        vectors = context.labels.look_up(labels)
+        vectors = context.labels.look_up(context.client, labels)
         _check_labels(vectors, context.labels.max_tokens, context.limits.max_request_tokens)
         return EntityPrompt(vectors=vectors.array), vectors
     ids = context.tokenizer.word_ids(labels)
@@ -282,6 +286,12 @@ def find(state: EntityTexts, outputs: Outputs) -> list[list[Entity]]:
     return results
 
 
+def _needs_thread(asked: EntityParameters) -> bool:
+    """Return whether a short request may have many candidates, or texts behind many labels."""
+    is_low = asked.threshold is not None and asked.threshold < _THRESHOLD / 2
+    return is_low or len(asked.labels or ()) > _INLINE_LABELS
+
+
 TASK: Final = Task(
     name="entities",
     route="/entities",
@@ -294,7 +304,7 @@ TASK: Final = Task(
     result=list[Entity] | list[list[Entity]],
     alone=(str,),
     own_parameters=("labels", "flat_ner"),
-    needs_thread=lambda asked: asked.threshold is not None and asked.threshold < _THRESHOLD / 2,
+    needs_thread=_needs_thread,
     prepare=prepare,
     decode=decode,
     scores=lambda *_: "probability",

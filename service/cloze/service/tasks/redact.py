@@ -233,7 +233,8 @@ TASK: Final = Task(
     result=Redaction | list[Redaction],
     alone=(str,),
     own_parameters=("across_texts", "min_score", "patterns"),
-    needs_thread=lambda parameters: bool(parameters.patterns),  # a search takes 1 us per character
+    # A search takes 1 us per character, and each text may follow many labels.
+    needs_thread=lambda parameters: bool(parameters.patterns or parameters.labels),
     prepare=prepare,
     decode=decode,
     scores=lambda *_: "probability",

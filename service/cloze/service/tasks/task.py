@@ -111,12 +111,14 @@ class TaskContext:
 
     Attributes:
         labels: the vectors of labels; None: the model is no bi-encoder.
+        client: whose vectors of labels a call may read; see `LabelCache`.
     """
 
     manifest: Manifest
     tokenizer: Tokenizer
     limits: TaskLimits
     labels: LabelCache | None = None
+    client: str = ""
 
     @classmethod
     def of(

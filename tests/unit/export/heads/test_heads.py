@@ -10,6 +10,7 @@ import torch
 
 from cloze.export.graph.session import open_session
 from cloze.export.heads.embedding import EmbeddingRecipe
+from cloze.export.heads.entities import score_f1
 from cloze.export.measure.scorer import GraphScorer
 from cloze.export.model import GraphWriter, TorchScorer
 from cloze.model_store.batch import Encoding
@@ -138,3 +139,19 @@ def test_results_by_their_formula() -> None:
     layers = asked(layer_embedding=request).array
     expected = torch.stack([(2 * states[0] - states[1]).amax(0), states[2].amax(0)])
     np.testing.assert_allclose(layers, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("expected", "scores", "f1"),
+    [
+        ([1, 1, 0, 0], [1, 0, 1, 0], 0.5),  # the usual F1
+        ([0.51, 0.04], [0.49, 0.08], 0.98),  # a threshold of 0.5 would make it 0
+        ([0.95], [0.05], 0.1),
+        ([0.6, 0.3], [0.6, 0.5], 1.8 / 2),
+        ([0, 0.02], [0.5, 0.02], 0),  # an entity of the graph alone
+        ([0.1, 0], [0, 0.05], 1),  # no entities
+    ],
+)
+def test_the_f1_of_scores(expected: list[float], scores: list[float], f1: float) -> None:
+    given = (np.array(one, np.float32) for one in (expected, scores))
+    assert score_f1(*given) == pytest.approx(f1)

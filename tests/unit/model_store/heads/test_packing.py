@@ -11,9 +11,11 @@ from cloze.model_store.heads import (
     GraphSpec,
     HeadRequest,
     embedding,
+    entities,
     masked_lm,
     sparse_embedding,
 )
+from cloze.model_store.heads.entities import EntityRequest
 from cloze.model_store.heads.head import Pooling
 from cloze.model_store.heads.masked_lm import MaskedLMRequest
 from cloze.model_store.heads.multi_vector import LateInteraction
@@ -130,3 +132,13 @@ def test_sparse_results_have_positive_weights_up_to_the_limit_of_each_request() 
     assert nothing is None
     assert (two.ids.tolist(), two.weights.tolist()) == ([30, 20], [3, 2])
     assert (one.ids.tolist(), one.weights.tolist()) == ([31], [3])
+
+
+def test_the_scores_of_a_text_keep_neither_padding_nor_other_scores_in_memory() -> None:
+    scores = np.arange(2 * 4 * 3 * 5, dtype=np.float32).reshape(2, 4, 3, 5)
+    few, many = EntityRequest((1,), (1, 2)), EntityRequest((1, 2, 3, 4), (1, 2, 3, 4, 5))
+    results = entities.HEAD.unpack([few, None, many], PLACEMENT, {"entity_scores": scores})
+    assert results[1] is None
+    for result, expected in ((results[0], scores[0, :1, :, :2]), (results[2], scores[1])):
+        np.testing.assert_array_equal(result.array, expected)
+        assert result.array.base is None

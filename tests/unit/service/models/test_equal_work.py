@@ -313,3 +313,27 @@ async def test_vectors_in_a_request_count_whole() -> None:
     asked = await world.ask(*texts)
     assert world.scheduler._queue.tokens == 2 * len(A)
     asked.cancel()
+
+
+class Counted(np.ndarray[Any, np.dtype[np.float32]]):
+    """Vectors that count how often they are read."""
+
+    reads = 0
+
+    def tobytes(self, order: Any = "C") -> bytes:
+        Counted.reads += 1
+        return super().tobytes(order)
+
+
+async def test_vectors_that_texts_share_are_read_once() -> None:
+    """A request may have 2,048 texts, and 1,000 labels with 2 KB of numbers each."""
+    vectors = np.ones((25, 512), np.float32).view(Counted)
+    texts = [
+        Encoding(
+            of(ids).input_ids, of(ids).token_type_ids, {"entities": EntityRequest([1], (), vectors)}
+        )
+        for ids in (A, B, C)
+    ]
+    asked = await World().ask(*texts)
+    assert Counted.reads == 1
+    asked.cancel()

@@ -6,7 +6,6 @@ In a graph, tokens are in C blocks of L, and each block has W distances.
 """
 
 import math
-from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import NamedTuple
 
@@ -23,7 +22,7 @@ from cloze.export.graph.trunk import TrunkGraph
 from cloze.model_store import tensors
 
 _BLOCK = 64
-"""So many tokens are divided into blocks of equal lengths, but the last one.
+"""Most tokens of a block.
 
 Milliseconds of processor time of the attention of one layer, 12 heads of 32, one thread of a
 Sapphire Rapids that was busy otherwise, medians of 9 turns: 27.4 for 512 tokens as one block, 22.8
@@ -38,20 +37,22 @@ class DistanceBlocks(NamedTuple):
 
     Attributes:
         tokens: int64 [C, L], the tokens of each block; the last block repeats the last token.
-        rows: int64 [C, W], the row of `PositionTable.table` of each distance, if the block's tokens
-            are queries.
+        before: int64 [C, W], the row of `PositionTable.table` of each distance, if the block's
+            tokens are queries.
+        after: the same, if the block's tokens are keys.
         begin: int64 [1], L - 1.
         end: int64 [1], L W - 1.
         shape: int64 [4], 0, 0, -1 and W - 1.
-        ends: int64 [3] for each kind of product, the end of its heads, S and S.
+        sizes: int64 [2], S and S.
     """
 
     tokens: str
-    rows: str
+    before: str
+    after: str
     begin: str
     end: str
     shape: str
-    ends: Sequence[str]
+    sizes: str
 
 
 class PositionTable(Distances):
@@ -68,13 +69,8 @@ class PositionTable(Distances):
         )
 
     def table(self) -> Tensor:
-        """Return the embeddings [2 K + 1, H] of the buckets.
-
-        The last one stands twice, so that a distance with the other sign has the row that is as far
-        from the other end.
-        """
-        rows = self.rows.weight if self.norm is None else self.norm(self.rows.weight)
-        return torch.cat([rows, rows[-1:]])
+        """Return the embeddings [2 K, H] of the buckets."""
+        return self.rows.weight if self.norm is None else self.norm(self.rows.weight)
 
     def forward(self, tokens: int) -> Tensor:
         """Return int [S, S], the row of `table` for each query and key of ``tokens`` tokens."""
@@ -89,50 +85,38 @@ class PositionTable(Distances):
 
     @torch.no_grad()
     def write_products(
-        self,
-        trunk: TrunkGraph,
-        name: str,
-        operands: Sequence[str],
-        linears: Mapping[str, nn.Linear],
-        scale: float,
-    ) -> list[str]:
-        """Write the products of each token with the positions of all tokens: [B, N, S, S] each.
+        self, trunk: TrunkGraph, operand: str, name: str, linear: nn.Linear, factor: float
+    ) -> str:
+        """Write the products of each token with the positions of all tokens: [B, N, S, S].
 
         The tokens are multiplied in blocks, since those of a block have fewer distances than all
-        tokens have. The projected positions are constants. All products are one operator: where
-        tokens are keys, distances have the other sign, and the rows of the table another order.
+        tokens have. The projected positions are constants.
 
         Args:
-            operands: names of the queries, the keys or both [B, S, H].
-            linears: the layers that project positions, by the product that they are for.
+            operand: name of queries or keys [B, N, S, d].
+            name: name of the projected positions.
+            linear: the layer that projects positions.
+            factor: of the products; negative if the operand has queries.
         """
-        g, count = trunk.g, len(operands)
-        blocks = trunk.once("distance_blocks", lambda: self._blocks(trunk, count))
-        projected = [
-            split_heads((linear(self.table()) * scale)[None], self.heads)[0].flip(
-                [1] if term == "p2c" else []
-            )
-            for term, linear in linears.items()
-        ]
+        g = trunk.g
+        blocks = trunk.once("distance_blocks", lambda: self._blocks(trunk))
+        projected = split_heads((linear(self.table()) * abs(factor))[None], self.heads)[0]
         # Sums, so no fp16 numbers even if those of the matrices are.
-        table = g.weight(f"{name}.positions", torch.cat(projected), exact=True)
-        joined = g.op("Concat", operands, axis=2) if count > 1 else operands[0]
-        width = self.rows.embedding_dim // self.heads
-        split = g.op("Reshape", [joined, g.ints(0, 0, count * self.heads, width)])
-        split = g.op("Transpose", [split], perm=[0, 2, 1, 3])
-        rows = g.op("Gather", [table, blocks.rows], axis=1)
-        tokens = g.op("Gather", [split, blocks.tokens], axis=2)
+        table = g.weight(name, projected, exact=True)
+        rows = g.op("Gather", [table, blocks.before if factor < 0 else blocks.after], axis=1)
+        tokens = g.op("Gather", [operand, blocks.tokens], axis=2)
         products = g.op("FusedMatMul", [tokens, rows], domain=FUSED, transB=1)
-        return _write_moved(g, products, blocks, self.heads)
+        return _write_moved(g, products, blocks)
 
-    def _blocks(self, trunk: TrunkGraph, count: int) -> DistanceBlocks:
+    def _blocks(self, trunk: TrunkGraph) -> DistanceBlocks:
         """Write which tokens and distances are in which block; all layers share them."""
         g, farthest = trunk.g, self.positions + _BLOCK
         zero, one = g.number(0), g.number(1)
         length = g.op("Shape", [tensors.INPUT_IDS.name], start=1)
-        block = g.ints(_BLOCK)
-        number = g.op("Div", [g.op("Add", [length, block]), block])
-        size = g.op("Div", [g.op("Sub", [g.op("Add", [length, number]), g.ints(1)]), number])
+        # As many blocks as are needed, of nearly equal lengths: the last one has to be filled up.
+        before_last = g.op("Sub", [length, g.ints(1)])
+        count = g.op("Add", [g.op("Div", [before_last, g.ints(_BLOCK)]), g.ints(1)])
+        size = g.op("Add", [g.op("Div", [before_last, count]), g.ints(1)])
         tokens, step = (g.op("Squeeze", [value]) for value in (length, size))
         firsts = g.op("Unsqueeze", [g.op("Range", [zero, tokens, step]), g.ints(1)])  # [C, 1]
         places = g.op("Add", [firsts, g.op("Range", [zero, step, one])])  # [C, L]
@@ -140,23 +124,25 @@ class PositionTable(Distances):
         apart = g.op("Sub", [columns, firsts])  # [C, W], from the block's token to the other one
         distances = torch.arange(-farthest, farthest + 1)
         buckets = g.weight("position_buckets", bucket(distances, self.sizes))
+        before, after = (
+            g.op("Gather", [buckets, g.op(kind, [g.number(farthest), apart])])
+            for kind in ("Sub", "Add")
+        )
         begin = g.op("Sub", [size, g.ints(1)])
         width = g.op("Add", [length, begin])
         return DistanceBlocks(
             tokens=g.op("Min", [places, g.op("Sub", [tokens, one])]),
-            rows=g.op("Gather", [buckets, g.op("Sub", [g.number(farthest), apart])]),
+            before=before,
+            after=after,
             begin=begin,
             end=g.op("Add", [begin, g.op("Mul", [size, width])]),
             shape=g.op("Concat", [g.ints(0, 0, -1), width], axis=0),
-            ends=[
-                g.op("Concat", [g.ints(last), length, length], axis=0)
-                for last in range(self.heads, (count + 1) * self.heads, self.heads)
-            ],
+            sizes=g.op("Concat", [length, length], axis=0),
         )
 
 
-def _write_moved(g: GraphBuilder, products: str, blocks: DistanceBlocks, heads: int) -> list[str]:
-    """Write products by distance [B, n N, C, L, W] as n times products by token [B, N, S, S].
+def _write_moved(g: GraphBuilder, products: str, blocks: DistanceBlocks) -> str:
+    """Write products by distance [B, N, C, L, W] as products by token [B, N, S, S].
 
     The product of row a with token j is number L - 1 - a + j of the row. With the rows of a block
     one after another, it is number L - 1 + a (W - 1) + j: the first S of every W - 1.
@@ -164,14 +150,11 @@ def _write_moved(g: GraphBuilder, products: str, blocks: DistanceBlocks, heads: 
     flat = g.op("Reshape", [products, g.ints(0, 0, 0, -1)])
     flat = g.op("Slice", [flat, blocks.begin, blocks.end, g.ints(3)])
     rows = g.op("Reshape", [flat, blocks.shape])
-    return [
-        g.op("Slice", [rows, g.ints(number * heads, 0, 0), end, g.ints(1, 2, 3)])
-        for number, end in enumerate(blocks.ends)
-    ]
+    return g.op("Slice", [rows, g.ints(0, 0), blocks.sizes, g.ints(2, 3)])
 
 
 def bucket(distance: Tensor, sizes: RelativePositions) -> Tensor:
-    """Return the bucket of each distance, query minus key: int from 0 to 2 K, of any shape.
+    """Return the bucket of each distance, query minus key: int from 0 to 2 K - 1, of any shape.
 
     Near distances have a bucket each, farther ones share buckets of growing width.
     """
@@ -182,7 +165,7 @@ def bucket(distance: Tensor, sizes: RelativePositions) -> Tensor:
         scaled = scaled / math.log((sizes.distances - 1) / near) * (near - 1)
         far = (near + scaled.ceil().long()) * distance.sign()
         distance = torch.where(size <= near, distance, far)
-    return (distance + reach).clamp(0, 2 * reach)
+    return (distance + reach).clamp(0, 2 * reach - 1)
 
 
 class DisentangledAttention(SelfAttention):
@@ -258,11 +241,18 @@ class DisentangledAttention(SelfAttention):
         g, (query, key, value) = trunk.g, operands
         bias_of_keys = trunk.linear_ops.vector(f"{name}.key.bias", self.key.bias)
         key = g.op("Add", [key, bias_of_keys])
-        projections = self._projections()
-        tokens = [query if term == "c2p" else key for term in projections]
-        by_position = self.positions.write_products(trunk, name, tokens, projections, self.scale)
-        if "p2c" in projections:  # always the last one
-            by_position[-1] = g.op("Transpose", [by_position[-1]], perm=[0, 1, 3, 2])
+        size = self.query.out_features // self.heads
+        shape = g.ints(0, 0, self.heads, size)
+        by_position = []
+        for term, linear in self._projections().items():
+            operand, sign = (query, -1) if term == "c2p" else (key, 1)
+            operand = g.op("Transpose", [g.op("Reshape", [operand, shape])], perm=[0, 2, 1, 3])
+            products = self.positions.write_products(
+                trunk, operand, f"{name}.{term}", linear, sign * self.scale
+            )
+            if term == "p2c":
+                products = g.op("Transpose", [products], perm=[0, 1, 3, 2])
+            by_position.append(products)
         scores = reduce(lambda one, other: g.op("Add", [one, other]), by_position)
         return trunk.attend((query, key, value), self.heads, scores, self.scale)
 

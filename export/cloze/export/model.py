@@ -202,9 +202,12 @@ class GraphWriter:
         for name, module in modules.items():
             if (write_keys := EXPORT_HEADS[name].write_keys) is not None:
                 write_keys(module, trunk)
+        rows = [(EXPORT_HEADS[name].rows, module) for name, module in modules.items()]
+        if layout is Layout.DENSE and adapted is None and all(read for read, _ in rows):
+            trunk.keep_rows([tensor for read, module in rows if read for tensor in read(module)])
         states = self._model.encoder.write(trunk)
-        rows = flat_rows(g, layout, states[-1], config)
-        graph = HeadGraph(linear_ops, layout, states, rows, config)
+        flat = flat_rows(g, layout, states[-1], config)
+        graph = HeadGraph(linear_ops, layout, states, flat, config, trunk.rows)
         for name, module in modules.items():
             assert module is not None  # callers choose heads that the model has
             EXPORT_HEADS[name].write(module, graph)

@@ -214,14 +214,14 @@ class BottleneckLayer(EncoderLayer):
         attended, attended_bias = self.attention.write(
             trunk, f"{name}.attention", shared, bias, entering
         )
-        norm, terms = f"{name}.attention_norm", [attended, narrow]
+        norm, terms = f"{name}.attention_norm", [attended, trunk.kept(narrow)]
         narrow = self.attention_norm.write(trunk, norm, terms, attended_bias)
         for part, network in self._networks():
             narrow = network.write(trunk, f"{name}.{part}", narrow)
         expanded = ops.matmul(
             ops.prepare_input(narrow, f"{name}.expand"), f"{name}.expand", self.expand
         )
-        norm, terms = f"{name}.output_norm", [expanded, x]
+        norm, terms = f"{name}.output_norm", [expanded, trunk.kept(x)]
         return self.output_norm.write(trunk, norm, terms, self.expand.bias)
 
 

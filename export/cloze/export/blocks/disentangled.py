@@ -113,7 +113,10 @@ class PositionTable(Distances):
         g, farthest = trunk.g, self.positions + _BLOCK
         zero, one = g.number(0), g.number(1)
         length = g.op("Shape", [tensors.INPUT_IDS.name], start=1)
-        size = g.op("Min", [length, g.ints(_BLOCK)])
+        # As many blocks as are needed, of nearly equal lengths: the last one has to be filled up.
+        before_last = g.op("Sub", [length, g.ints(1)])
+        count = g.op("Add", [g.op("Div", [before_last, g.ints(_BLOCK)]), g.ints(1)])
+        size = g.op("Add", [g.op("Div", [before_last, count]), g.ints(1)])
         tokens, step = (g.op("Squeeze", [value]) for value in (length, size))
         firsts = g.op("Unsqueeze", [g.op("Range", [zero, tokens, step]), g.ints(1)])  # [C, 1]
         places = g.op("Add", [firsts, g.op("Range", [zero, step, one])])  # [C, L]
@@ -306,5 +309,5 @@ class ConvolvedLayer(DisentangledLayer):
         assert layer.bias is not None
         bias = g.weight(f"{part}.bias", layer.bias)
         mixed = self.convolution_activation.write(g, mixed, bias)
-        total = g.op("Sum", [output, mixed])
+        total = g.op("Sum", [output, trunk.kept(mixed)])
         return layer_norm(g, total, f"{name}.convolution_norm", self.convolution_norm)

@@ -167,7 +167,8 @@ class Encoder(nn.Module):
         """Write the trunk; return the names of the embeddings and of each layer's output."""
         states = [self.embeddings.write(trunk)]
         bias = "" if self.relative_bias is None else self.relative_bias.write(trunk)
-        for name, layer in self.named_layers():
+        for number, (name, layer) in enumerate(self.named_layers(), 1):
+            trunk.is_last = number == len(self.layers)
             states.append(layer.write(trunk, name, states[-1], bias))
         if self.final_norm is not None:
             states[-1] = trunk.norm(states[-1], "final_norm", self.final_norm)

@@ -174,7 +174,7 @@ class SelfAttention(nn.Module):
             key = ops.biased(key, f"{name}.key", self.key)
             query, key = (self.rotary.write(trunk, one, self.heads) for one in (query, key))
         value = ops.matmul(values or entering, f"{name}.value", self.value)
-        context = self._write_context(trunk, name, (query, key, value), bias)
+        context = trunk.kept(self._write_context(trunk, name, (query, key, value), bias))
         entering = ops.prepare_input(context, f"{name}.output")
         # An adapter of the output reads the values with their bias.
         entering = replace(entering, offset=self.value.bias)
@@ -280,7 +280,8 @@ class Layer(EncoderLayer):
         """Write the layer: hidden states -> hidden states; see `TrunkGraph.attend`."""
         attended, output_bias = self.attention.write(trunk, name, x, bias)
         norm = cast(nn.LayerNorm, self.attention_norm)
-        x = trunk.residual_norm(attended, x, output_bias, f"{name}.attention_norm", norm)
+        skip, norm_name = trunk.kept(x), f"{name}.attention_norm"
+        x = trunk.residual_norm(attended, skip, output_bias, norm_name, norm)
         down = self._write_feed_forward(trunk, name, x)
         norm = self.output_norm
         return trunk.residual_norm(down, x, self.down.bias, f"{name}.output_norm", norm)
@@ -336,7 +337,7 @@ class PreNormLayer(Layer):
         if isinstance(self.attention_norm, nn.LayerNorm):
             entering = trunk.norm(x, f"{name}.attention_norm", self.attention_norm)
         attended, output_bias = self.attention.write(trunk, name, entering, bias)
-        x = trunk.residual(attended, x, output_bias, f"{name}.attention")
+        x = trunk.residual(attended, trunk.kept(x), output_bias, f"{name}.attention")
         entering = trunk.norm(x, f"{name}.output_norm", self.output_norm)
         down = self._write_feed_forward(trunk, name, entering)
         return trunk.residual(down, x, self.down.bias, f"{name}.down")

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 import torch
 from onnx import TensorProto
 from torch import Tensor, nn
@@ -26,13 +27,17 @@ class TrunkGraph:
     Attributes:
         keys: name of the number of each sequence's first tokens to which tokens attend, int32 [B];
             "": they attend to all tokens.
+        is_last: whether the layer that is written next is the last one.
+        rows: the new row numbers of the inputs of `keep_rows`, by their names.
     """
 
     layout: ClassVar[Layout] = Layout.DENSE
 
     def __init__(self, linear_ops: LinearOps) -> None:
         self.linear_ops, self.g = linear_ops, linear_ops.g
-        self.keys = ""
+        self.keys, self.is_last = "", False
+        self.rows: dict[str, str] = {}
+        self._kept = ""
         self._written: dict[str, Any] = {}
 
     def once(self, key: str, write: Callable[[], T]) -> T:
@@ -44,6 +49,28 @@ class TrunkGraph:
     def declare(self, tensor: TensorSpec) -> str:
         """Declare an input of the graph."""
         return self.g.declare_input(tensor, self.layout)
+
+    def keep_rows(self, inputs: Sequence[TensorSpec]) -> None:
+        """Declare row numbers of [T, H]; the last layer computes only these, and the first row.
+
+        Without the first row, a batch without requests would have no row at all.
+        """
+        g = self.g
+        first = one = g.number(1)
+        flat = [g.weight("first_row", np.zeros(1, np.int32))]
+        for tensor in inputs:
+            flat.append(g.op("Reshape", [self.declare(tensor), g.ints(-1)]))
+            end = g.op("Add", [first, g.op("Size", [tensor.name])])
+            rows, shape = g.op("Range", [first, end, one]), g.op("Shape", [tensor.name])
+            self.rows[tensor.name] = g.op("Reshape", [rows, shape], allowzero=1)
+            first = end
+        self._kept = g.op("Concat", flat, axis=0)
+
+    def kept(self, x: str) -> str:
+        """Write the rows of ``x`` that heads read, [R, H]; ``x`` itself before the last layer."""
+        if not (self.is_last and self._kept):
+            return x
+        return self.g.op("Gather", [self.g.op("Flatten", [x], axis=-1), self._kept], axis=0)
 
     def attended(self) -> str:
         """Write which tokens others attend to, bool [B, S] of the dense layout; "": all tokens."""

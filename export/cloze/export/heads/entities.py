@@ -27,9 +27,13 @@ from cloze.model_store.heads import entities
 from cloze.model_store.heads.entities import EntityKind, EntityOptions, EntityRequest
 from cloze.model_store.heads.head import GraphSpec
 from cloze.model_store.sequences import TEXT_TOKENS
+from cloze.model_store.tensors import TensorSpec
 
 _LABEL_PARTS: Final = 8
 """Parts of the labels whose pairs with words are computed at once; bounds the memory."""
+
+_NO_END: Final = 2**31 - 1
+"""The end of a slice to the last row."""
 
 
 def mlp(inner: int, size: int, out: int) -> nn.Sequential:
@@ -102,19 +106,19 @@ class SpanScorer(nn.Module):
         bias = g.op("Transpose", [g.op("MatMul", [queries, column])], perm=[0, 2, 1])
 
         def score(total: str) -> str:
-            return g.op("Add", [g.op("MatMul", [g.op("Relu", [total]), by_label]), bias])
+            return g.op("MatMul", [g.op("Relu", [total]), by_label])
 
-        return self._sum(g, start, end, score)
+        scores = self._sum(g, start, end, score)
+        return g.op("Add", [scores, g.op("Unsqueeze", [bias, g.ints(1)])])
 
     def _sum(self, g: GraphBuilder, start: str, end: str, score: Callable[[str], str]) -> str:
         """Write the scores of each width from the two parts of a span, [e, w, n] each."""
         pads = g.ints(0, 0, 0, 0, self.max_width - 1, 0)
         padded = g.op("Pad", [end, pads])
-        count = g.op("Shape", [start], start=1, end=2)
         widths = []
         for k in range(self.max_width):
-            stop = g.op("Add", [count, g.ints(k)])
-            following = g.op("Slice", [padded, g.ints(k), stop, g.ints(1)])
+            last = k + 1 - self.max_width or _NO_END
+            following = g.op("Slice", [padded, g.ints(k), g.ints(last), g.ints(1)])
             total = score(g.op("Add", [start, following]))
             widths.append(g.op("Unsqueeze", [total, g.ints(2)]))
         return g.op("Concat", widths, axis=2)
@@ -235,6 +239,11 @@ class EntityHead(nn.Module):
             words, _ = nn.utils.rnn.pad_packed_sequence(states, True, total_length=words.shape[1])
         scores: Tensor = self.scorer(words, counts, labels)
         return scores
+
+
+def _rows(head: EntityHead) -> list[TensorSpec]:
+    words = [entities.ENTITY_WORDS]
+    return words if head.options.label_size else [*words, entities.ENTITY_LABELS]
 
 
 def _write(head: EntityHead, graph: HeadGraph) -> None:
@@ -399,6 +408,7 @@ ENTITIES: Final = ExportHead(
     module=_make,
     of_family=False,
     write=_write,
+    rows=_rows,
     reference=_reference,
     sample=_sample,
     measure=_measure,

@@ -29,7 +29,8 @@ class HeadGraph:
 
     Attributes:
         states: names of the outputs of the embeddings and of each layer, [B, S, H] or [T, H] each.
-        rows: name of the trunk's output in the shape [T, H].
+        rows: name of the trunk's output in the shape [T, H], or [R, H] of the rows that are kept.
+        kept: numbers of these rows for inputs of row numbers, by the names of the inputs.
     """
 
     linear_ops: LinearOps
@@ -37,6 +38,7 @@ class HeadGraph:
     states: Sequence[str]
     rows: str
     config: EncoderConfig
+    kept: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def g(self) -> GraphBuilder:
@@ -59,7 +61,7 @@ class HeadGraph:
 
     def gather(self, tensor: TensorSpec) -> str:
         """Declare an input of row numbers; return those rows of ``hidden [T, H]`` in float32."""
-        return self._gathered(self.rows, self.input(tensor))
+        return self._gathered(self.rows, self.kept.get(tensor.name) or self.input(tensor))
 
     def _gathered(self, rows: str, numbers: str) -> str:
         return self.linear_ops.to_float32(self.g.op("Gather", [rows, numbers], axis=0))
@@ -169,6 +171,7 @@ class ExportHead:
         module_of: name of the head whose module this head uses; None: it uses none but its own.
         of_family: whether the head's tensors are among those that the families name.
         write_keys: (module, trunk) -> None; sets `TrunkGraph.keys` before the trunk is written.
+        rows: module -> inputs of row numbers: the head reads no other row; None: it may read all.
         write: (module, graph) -> None; writes the head into the graph.
         reference: (module, batch) -> the graph's outputs by name, computed with torch.
         measure: (checkpoint, graph, texts) -> figures that compare the graph with the checkpoint,
@@ -195,6 +198,7 @@ class ExportHead:
     sample: Callable[[np.random.Generator, SampleSizes], HeadRequest] = lambda *_: HeadRequest()
     module_of: str | None = None
     of_family: bool = True
+    rows: Callable[[Any], Sequence[TensorSpec]] | None = None
     write_keys: Callable[[Any, TrunkGraph], None] | None = None
     by_default: bool = True
     fine_tuned: bool = False

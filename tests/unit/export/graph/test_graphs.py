@@ -20,7 +20,15 @@ from cloze.export.graph.session import open_session
 from cloze.export.heads.embedding import EmbeddingRecipe
 from cloze.export.model import LAYOUTS, GraphWriter, Model
 from cloze.model_store.batch import BatchCodec, Encoding
-from cloze.model_store.heads import HEADS, Head, Pooling, embedding, masked_lm, multi_vector
+from cloze.model_store.heads import (
+    HEADS,
+    Head,
+    Pooling,
+    embedding,
+    entities,
+    masked_lm,
+    multi_vector,
+)
 from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import Graph, Parity, Precision, Weights
 from tests.support.tiny_models import TOKENIZER, checkpoint, model, projected
@@ -173,6 +181,15 @@ def test_each_head_is_complete_without_the_others(head: str, tmp_path: Path) -> 
     graphs = written(tmp_path, made, recipe, [Precision.FP32, Precision.INT8], heads=heads)
     for precision in graphs:
         verified(tmp_path, graphs[precision], made, recipe, heads)
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_the_last_layer_computes_only_rows_that_heads_read(family: str, tmp_path: Path) -> None:
+    made, recipe, heads = model(family), projected(), (entities.HEAD,)
+    graphs = written(tmp_path, made, recipe, [Precision.FP32, Precision.INT8], heads=heads)
+    for graph in graphs.values():
+        verified(tmp_path, graph, made, recipe, heads)
+        assert graph.operators["Flatten"] >= 2  # before rows are gathered
 
 
 @pytest.mark.parametrize("family", ["bert", "deberta-v2", "nomic_bert"])

@@ -18,6 +18,9 @@ import numpy as np
 Embed = Callable[[Any], Any]
 """Token ids [B, S] int64 -> vectors [B, H] float32."""
 
+_PART_TOKENS = 512
+"""Most tokens of a batch on a server of ours; larger batches do not fit the caches."""
+
 
 def answer_lines(embed: Embed, vocabulary: int) -> None:
     """Answer requests, one JSON object per line, until the input ends.
@@ -34,10 +37,19 @@ def answer_lines(embed: Embed, vocabulary: int) -> None:
 
 
 def _milliseconds(embed: Embed, vocabulary: int, shape: list[int], seconds: float) -> float:
+    """Return the time of a batch as a whole, or in parts of `_PART_TOKENS` if that is less."""
     ids = np.random.default_rng(0).integers(vocabulary // 30, vocabulary, shape)
+    texts = max(1, _PART_TOKENS // shape[1])
+    parts = [ids[first : first + texts] for first in range(0, len(ids), texts)]
+    whole = _duration_ms(embed, [ids], seconds)
+    return min(whole, _duration_ms(embed, parts, seconds)) if len(parts) > 1 else whole
+
+
+def _duration_ms(embed: Embed, batches: list[Any], seconds: float) -> float:
     begin, runs = time.perf_counter(), 0
     while not runs or time.perf_counter() - begin < seconds:
-        embed(ids)
+        for batch in batches:
+            embed(batch)
         runs += 1
     return (time.perf_counter() - begin) / runs * 1000
 
@@ -49,12 +61,12 @@ def _write_vectors(embed: Embed, _: int, ids: str, out: str) -> int:
 
 
 def _cloze(folder: Path, precision: str, threads: int) -> Embed:
-    """Open a graph of the bundle that ``bundle.json`` names, with the settings of a server."""
+    """Open a graph of the bundle that ``bundle.json`` names, as a server does."""
     from cloze.model_store import Store
     from cloze.model_store.batch import BatchCodec, Encoding
     from cloze.model_store.heads import HeadRequest
     from cloze.model_store.manifest import Precision
-    from cloze.service.engine.session import cpu_session
+    from cloze.service.engine.session import CpuSession, Session, cpu_session
 
     store, name = json.loads((folder / "bundle.json").read_text())
     bundle = Store(Path(store)).open(name)
@@ -62,7 +74,12 @@ def _cloze(folder: Path, precision: str, threads: int) -> Embed:
     if graph is None:
         sys.exit(f"the bundle {name} has no graph in {precision}")
     codec = BatchCodec(bundle.manifest.graph_spec(graph.layout))
-    session, asked = cpu_session(bundle.path / graph.file, threads), {"embedding": HeadRequest()}
+    session: Session = cpu_session(bundle.path / graph.file, 1, max(2, threads))
+    if threads > 1:
+        if not isinstance(session, CpuSession):
+            sys.exit("no folder for temporary files is on a disk")
+        session = session.alone
+    asked = {"embedding": HeadRequest()}
 
     def embed(ids: Any) -> Any:
         rows, types = ids.astype(np.int32), np.zeros(ids.shape[1], np.int32)

@@ -10,6 +10,8 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +63,10 @@ def _write_vectors(embed: Embed, _: int, ids: str, out: str) -> int:
 
 
 def _cloze(folder: Path, precision: str, threads: int) -> Embed:
-    """Open a graph of the bundle that ``bundle.json`` names, as a server does."""
+    """Open a graph of the bundle that ``bundle.json`` names, and run it as a server does.
+
+    One text runs on all threads. Several texts are shared by workers with one thread each.
+    """
     from cloze.model_store import Store
     from cloze.model_store.batch import BatchCodec, Encoding
     from cloze.model_store.heads import HeadRequest
@@ -74,17 +79,21 @@ def _cloze(folder: Path, precision: str, threads: int) -> Embed:
     if graph is None:
         sys.exit(f"the bundle {name} has no graph in {precision}")
     codec = BatchCodec(bundle.manifest.graph_spec(graph.layout))
-    session: Session = cpu_session(bundle.path / graph.file, 1, max(2, threads))
-    if threads > 1:
-        if not isinstance(session, CpuSession):
-            sys.exit("no folder for temporary files is on a disk")
-        session = session.alone
-    asked = {"embedding": HeadRequest()}
+    shared = cpu_session(bundle.path / graph.file, 1, max(2, threads))
+    if not isinstance(shared, CpuSession):
+        sys.exit("no folder for temporary files is on a disk")
+    asked, workers = {"embedding": HeadRequest()}, ThreadPoolExecutor(threads)
 
-    def embed(ids: Any) -> Any:
+    def run(session: Session, ids: Any) -> Any:
         rows, types = ids.astype(np.int32), np.zeros(ids.shape[1], np.int32)
         batch = codec.pack([Encoding(row, types, asked) for row in rows])
         return session.run(batch.outputs, batch.feeds)[0]
+
+    def embed(ids: Any) -> Any:
+        if threads > 1 and len(ids) == 1:
+            return run(shared.alone, ids)
+        parts = np.array_split(ids, min(threads, len(ids)))
+        return np.concatenate([*workers.map(partial(run, shared.side_by_side), parts)])
 
     return embed
 

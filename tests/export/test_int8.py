@@ -72,9 +72,10 @@ def test_a_product_is_exact_in_its_integers(
     scale = InputScale(0.02, smooth if smoothed else None)
     linear_ops = Int8(g, {"w": scale} if fixed else {})
     x_name = g.input("x", TensorProto.FLOAT, ["T", inner])
-    entering = linear_ops.prepare_input(x_name, "w", least)
+    entering = linear_ops.prepare_input(x_name, "w", inner, least)
+    bias = g.weight("bias", linear.bias) if linear_ops.adds_bias(entering) else ""
     with torch.no_grad():
-        g.output(linear_ops.matmul(entering, "w", linear), "y", TensorProto.FLOAT, ["T", 7])
+        g.output(linear_ops.matmul(entering, "w", linear, bias), "y", TensorProto.FLOAT, ["T", 7])
     folder = tmp_path_factory.mktemp("product")
     g.save(folder / "g.onnx", folder / "w.bin")
     actual = open_session(folder / "g.onnx").run(None, {"x": x.numpy()})[0]
@@ -91,7 +92,8 @@ def test_a_product_is_exact_in_its_integers(
         step = torch.tensor(scale.step)
     rounded = (divided / step).round().clamp(-128, 127)
     expected = (rounded.double() @ integers.double().T) * steps * step
-    np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-5, atol=1e-12)
+    expected += linear.bias.detach() if fixed else 0
+    np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-5, atol=1e-6 if fixed else 1e-12)
 
 
 @settings(deadline=None)

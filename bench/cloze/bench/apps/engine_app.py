@@ -10,6 +10,8 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,9 @@ import numpy as np
 
 Embed = Callable[[Any], Any]
 """Token ids [B, S] int64 -> vectors [B, H] float32."""
+
+_PART_TOKENS = 512
+"""Most tokens of a batch on a server of ours; larger batches do not fit the caches."""
 
 
 def answer_lines(embed: Embed, vocabulary: int) -> None:
@@ -34,10 +39,19 @@ def answer_lines(embed: Embed, vocabulary: int) -> None:
 
 
 def _milliseconds(embed: Embed, vocabulary: int, shape: list[int], seconds: float) -> float:
+    """Return the time of a batch as a whole, or in parts of `_PART_TOKENS` if that is less."""
     ids = np.random.default_rng(0).integers(vocabulary // 30, vocabulary, shape)
+    texts = max(1, _PART_TOKENS // shape[1])
+    parts = [ids[first : first + texts] for first in range(0, len(ids), texts)]
+    whole = _duration_ms(embed, [ids], seconds)
+    return min(whole, _duration_ms(embed, parts, seconds)) if len(parts) > 1 else whole
+
+
+def _duration_ms(embed: Embed, batches: list[Any], seconds: float) -> float:
     begin, runs = time.perf_counter(), 0
     while not runs or time.perf_counter() - begin < seconds:
-        embed(ids)
+        for batch in batches:
+            embed(batch)
         runs += 1
     return (time.perf_counter() - begin) / runs * 1000
 
@@ -49,12 +63,15 @@ def _write_vectors(embed: Embed, _: int, ids: str, out: str) -> int:
 
 
 def _cloze(folder: Path, precision: str, threads: int) -> Embed:
-    """Open a graph of the bundle that ``bundle.json`` names, with the settings of a server."""
+    """Open a graph of the bundle that ``bundle.json`` names, and run it as a server does.
+
+    One text runs on all threads. Several texts are shared by workers with one thread each.
+    """
     from cloze.model_store import Store
     from cloze.model_store.batch import BatchCodec, Encoding
     from cloze.model_store.heads import HeadRequest
     from cloze.model_store.manifest import Precision
-    from cloze.service.engine.session import cpu_session
+    from cloze.service.engine.session import CpuSession, Session, cpu_session
 
     store, name = json.loads((folder / "bundle.json").read_text())
     bundle = Store(Path(store)).open(name)
@@ -62,12 +79,21 @@ def _cloze(folder: Path, precision: str, threads: int) -> Embed:
     if graph is None:
         sys.exit(f"the bundle {name} has no graph in {precision}")
     codec = BatchCodec(bundle.manifest.graph_spec(graph.layout))
-    session, asked = cpu_session(bundle.path / graph.file, threads), {"embedding": HeadRequest()}
+    shared = cpu_session(bundle.path / graph.file, 1, max(2, threads))
+    if not isinstance(shared, CpuSession):
+        sys.exit("no folder for temporary files is on a disk")
+    asked, workers = {"embedding": HeadRequest()}, ThreadPoolExecutor(threads)
 
-    def embed(ids: Any) -> Any:
+    def run(session: Session, ids: Any) -> Any:
         rows, types = ids.astype(np.int32), np.zeros(ids.shape[1], np.int32)
         batch = codec.pack([Encoding(row, types, asked) for row in rows])
         return session.run(batch.outputs, batch.feeds)[0]
+
+    def embed(ids: Any) -> Any:
+        if threads > 1 and len(ids) == 1:
+            return run(shared.alone, ids)
+        parts = np.array_split(ids, min(threads, len(ids)))
+        return np.concatenate([*workers.map(partial(run, shared.side_by_side), parts)])
 
     return embed
 

@@ -102,7 +102,8 @@ class TrigramEmbeddings(Embeddings):
         after = g.op("Slice", [wide, g.ints(2), end, axis])
         before = g.op("Slice", [wide, g.ints(0), g.ints(-2), axis])
         trigrams = g.op("Concat", [after, words, before], axis=-1)  # [B, S, 3 E]
-        product = ops.matmul(ops.prepare_input(trigrams, name), name, self.projection)
+        entering = ops.prepare_input(trigrams, name, self.projection.in_features)
+        product = ops.matmul(entering, name, self.projection)
         terms = [product, types, trunk.positions(self.position.weight)]
         return self.norm.write(trunk, "embeddings.norm", terms, self.projection.bias)
 
@@ -131,9 +132,10 @@ class FeedForward(nn.Module):
     def write(self, trunk: TrunkGraph, name: str, x: str) -> str:
         """Write the network."""
         ops = trunk.linear_ops
-        up = ops.matmul(ops.prepare_input(x, f"{name}.up"), f"{name}.up", self.up)
-        up = self.activation.write(trunk.g, up, ops.vector(f"{name}.up.bias", self.up.bias))
-        entering = ops.prepare_input(up, f"{name}.down", self.activation.least)
+        entering = ops.prepare_input(x, f"{name}.up", self.up.in_features)
+        up = self.activation.write_product(ops, entering, f"{name}.up", self.up)
+        least = self.activation.least
+        entering = ops.prepare_input(up, f"{name}.down", self.down.in_features, least)
         down = ops.matmul(entering, f"{name}.down", self.down)
         return self.norm.write(trunk, f"{name}.norm", [down, x], self.down.bias)
 
@@ -204,7 +206,7 @@ class BottleneckLayer(EncoderLayer):
     def write(self, trunk: TrunkGraph, name: str, x: str, bias: str = "") -> str:
         """Write the layer: hidden states -> hidden states; see `TrunkGraph.attend`."""
         ops = trunk.linear_ops
-        entering = ops.prepare_input(x, f"{name}.reduce")
+        entering = ops.prepare_input(x, f"{name}.reduce", self.reduce.in_features)
         narrow = ops.matmul(entering, f"{name}.reduce", self.reduce)
         norm = f"{name}.reduce_norm"
         narrow = self.reduce_norm.write(trunk, norm, [narrow], self.reduce.bias)
@@ -218,9 +220,8 @@ class BottleneckLayer(EncoderLayer):
         narrow = self.attention_norm.write(trunk, norm, terms, attended_bias)
         for part, network in self._networks():
             narrow = network.write(trunk, f"{name}.{part}", narrow)
-        expanded = ops.matmul(
-            ops.prepare_input(narrow, f"{name}.expand"), f"{name}.expand", self.expand
-        )
+        entering = ops.prepare_input(narrow, f"{name}.expand", self.expand.in_features)
+        expanded = ops.matmul(entering, f"{name}.expand", self.expand)
         norm, terms = f"{name}.output_norm", [expanded, trunk.kept(x)]
         return self.output_norm.write(trunk, norm, terms, self.expand.bias)
 

@@ -87,7 +87,8 @@ class Embeddings(nn.Module):
         if self.projection is not None:
             ops, name = trunk.linear_ops, "embeddings.projection"
             x = trunk.g.op("Sum", terms) if len(terms) > 1 else terms[0]
-            product = ops.matmul(ops.prepare_input(x, name), name, self.projection)
+            entering = ops.prepare_input(x, name, self.projection.in_features)
+            product = ops.matmul(entering, name, self.projection)
             terms = [ops.biased(product, name, self.projection)]
         if not self.norm_is_last:
             return terms[0]

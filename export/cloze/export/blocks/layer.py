@@ -19,7 +19,7 @@ from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.rotary import Rotary
 from cloze.export.blocks.window import Window
 from cloze.export.graph.builder import FUSED, GraphBuilder
-from cloze.export.graph.linear_ops import LinearInput
+from cloze.export.graph.linear_ops import LinearInput, LinearOps
 from cloze.export.graph.trunk import TrunkGraph
 
 
@@ -47,6 +47,17 @@ class Activation:
         if bias:
             product = g.op("Add", [product, bias])
         return g.op(self.operator, [product], **self.attributes)
+
+    def write_product(self, ops: LinearOps, x: LinearInput, name: str, linear: nn.Linear) -> str:
+        """Write ``activation(x @ W^T + bias)``: [..., in] -> [..., out].
+
+        onnxruntime's ``Gelu`` is 1.6 times as fast as ``BiasGelu``, so the product adds the bias if
+        it can.
+        """
+        bias = "" if linear.bias is None else ops.vector(f"{name}.bias", linear.bias)
+        if ops.adds_bias(x):
+            return self.write(ops.g, ops.matmul(x, name, linear, bias))
+        return self.write(ops.g, ops.matmul(x, name, linear), bias)
 
 
 _GELU_LEAST = -0.171
@@ -166,7 +177,7 @@ class SelfAttention(nn.Module):
             The name of the attended states without their bias, and the bias [H], if any.
         """
         ops = trunk.linear_ops
-        entering = ops.prepare_input(x, f"{name}.query")
+        entering = ops.prepare_input(x, f"{name}.query", self.query.in_features)
         query = ops.matmul(entering, f"{name}.query", self.query)
         query = ops.biased(query, f"{name}.query", self.query)
         key = ops.matmul(entering, f"{name}.key", self.key)
@@ -175,7 +186,7 @@ class SelfAttention(nn.Module):
             query, key = (self.rotary.write(trunk, one, self.heads) for one in (query, key))
         value = ops.matmul(values or entering, f"{name}.value", self.value)
         context = trunk.kept(self._write_context(trunk, name, (query, key, value), bias))
-        entering = ops.prepare_input(context, f"{name}.output")
+        entering = ops.prepare_input(context, f"{name}.output", self.output.in_features)
         # An adapter of the output reads the values with their bias.
         entering = replace(entering, offset=self.value.bias)
         output = ops.matmul(entering, f"{name}.output", self.output)
@@ -289,21 +300,16 @@ class Layer(EncoderLayer):
     def _write_feed_forward(self, trunk: TrunkGraph, name: str, x: str) -> str:
         """Write the feed-forward network without its last bias."""
         ops = trunk.linear_ops
-        entering = ops.prepare_input(x, f"{name}.up")
-        up, least = ops.matmul(entering, f"{name}.up", self.up), self.activation.least
+        entering, least = ops.prepare_input(x, f"{name}.up", self.up.in_features), None
         if self.gate is None:
-            inner = self._activate(trunk, up, f"{name}.up", self.up)
+            inner = self.activation.write_product(ops, entering, f"{name}.up", self.up)
+            least = self.activation.least
         else:
-            gate = ops.matmul(entering, f"{name}.gate", self.gate)
-            gate = self._activate(trunk, gate, f"{name}.gate", self.gate)
-            inner = trunk.g.op("Mul", [gate, ops.biased(up, f"{name}.up", self.up)])
-            least = None
-        entering = ops.prepare_input(inner, f"{name}.down", least)
+            gate = self.activation.write_product(ops, entering, f"{name}.gate", self.gate)
+            up = ops.biased(ops.matmul(entering, f"{name}.up", self.up), f"{name}.up", self.up)
+            inner = trunk.g.op("Mul", [gate, up])
+        entering = ops.prepare_input(inner, f"{name}.down", self.down.in_features, least)
         return ops.matmul(entering, f"{name}.down", self.down)
-
-    def _activate(self, trunk: TrunkGraph, product: str, name: str, linear: nn.Linear) -> str:
-        bias = "" if linear.bias is None else trunk.linear_ops.vector(f"{name}.bias", linear.bias)
-        return self.activation.write(trunk.g, product, bias)
 
 
 class PreNormLayer(Layer):

@@ -91,14 +91,16 @@ class AdaptedFp32(LinearOps):
 
     low_rank: LowRankInputs
 
-    def prepare_input(self, x: str, name: str, least: float | None = None) -> LinearInput:
+    def prepare_input(
+        self, x: str, name: str, width: int, least: float | None = None
+    ) -> LinearInput:
         """See `LinearOps`."""
-        prepared = super().prepare_input(x, name, least)
+        prepared = super().prepare_input(x, name, width, least)
         return replace(prepared, floats=x)
 
-    def matmul(self, x: LinearInput, name: str, linear: nn.Linear) -> str:
+    def matmul(self, x: LinearInput, name: str, linear: nn.Linear, bias: str = "") -> str:
         """See `LinearOps`."""
-        product = super().matmul(x, name, linear)
+        product = super().matmul(x, name, linear, bias)
         return self.low_rank.add(product, x, name, linear)
 
 
@@ -118,13 +120,15 @@ class AdaptedInt8(AdaptedFp32, Int8):
         self._ratios: dict[str, str] = {}
         self._is_adapted = ""
 
-    def prepare_input(self, x: str, name: str, least: float | None = None) -> LinearInput:
+    def prepare_input(
+        self, x: str, name: str, width: int, least: float | None = None
+    ) -> LinearInput:
         """See `LinearOps`."""
         scale = self._scales.get(name)
         if scale is None or scale.factors is not None:  # LayerNorm bounds smoothed inputs
-            return super().prepare_input(x, name, least)
+            return super().prepare_input(x, name, width, least)
         ratio = self._write_ratio(x, scale.step)
-        prepared = super().prepare_input(self.g.op("Div", [x, ratio]), name, least)
+        prepared = super().prepare_input(self.g.op("Div", [x, ratio]), name, width, least)
         self._ratios[prepared.value] = ratio
         return replace(prepared, floats=x)
 
@@ -141,7 +145,11 @@ class AdaptedInt8(AdaptedFp32, Int8):
         ratio = g.op("Max", [g.op("Div", [largest, g.number(step * LARGEST_INT8)]), one])
         return g.op("Where", [self._is_adapted, ratio, one])
 
-    def _multiply(self, x: LinearInput, integers: str, steps: str) -> str:
-        product = super()._multiply(x, integers, steps)
+    def adds_bias(self, x: LinearInput) -> bool:
+        """See `LinearOps`. A ratio multiplies the product afterwards."""
+        return super().adds_bias(x) and x.value not in self._ratios
+
+    def _multiply(self, x: LinearInput, integers: str, steps: str, bias: str = "") -> str:
+        product = super()._multiply(x, integers, steps, bias)
         ratio = self._ratios.get(x.value)
         return product if ratio is None else self.g.op("Mul", [product, ratio])

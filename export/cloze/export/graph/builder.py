@@ -25,10 +25,10 @@ from cloze.model_store.tensors import TensorSpec
 OPSET = 20
 """The version of ONNX's operators of graphs that have no newer operator."""
 
-_NEWER: Final = {"Attention": 23}
-"""Operators that are newer than `OPSET`, with their versions."""
+_NEWER: Final = {"Attention": 23, "block_size": 21}
+"""Operators and attributes that are newer than `OPSET`, with their versions."""
 
-_IR_VERSIONS: Final = {OPSET: 10, 23: 11}
+_IR_VERSIONS: Final = {OPSET: 10, 21: 10, 23: 11}
 """Versions of operators -> the first file format for them; older runtimes refuse newer formats."""
 
 _INLINE_BYTES = 1024
@@ -148,7 +148,7 @@ class GraphBuilder:
     ) -> str:
         """Add a node and return its first output. An empty string is an absent input."""
         name = f"{kind}_{len(self._nodes)}"
-        self.opset = max(self.opset, _NEWER.get(kind, OPSET))
+        self.opset = max(self.opset, *(_NEWER.get(one, OPSET) for one in (kind, *attributes)))
         names = [name if number == 0 else f"{name}_{number}" for number in range(outputs)]
         self._nodes.append(
             helper.make_node(kind, inputs, names, name=name, domain=domain, **attributes)

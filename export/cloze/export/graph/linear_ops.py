@@ -100,16 +100,31 @@ class LinearOps:
         self._scales, self._integers = scales or {}, integers
         self._word_table = ""
 
-    def prepare_input(self, x: str, name: str, least: float | None = None) -> LinearInput:  # noqa: ARG002
-        """Convert ``x`` [..., in] to the input of products, the first with the weight ``name``.
+    def prepare_input(
+        self,
+        x: str,
+        name: str,
+        width: int,  # noqa: ARG002
+        least: float | None = None,  # noqa: ARG002
+    ) -> LinearInput:
+        """Convert ``x`` [..., width] to the input of products, the first with the weight ``name``.
 
         Args:
             least: a lower bound of ``x``, at most 0; None if none is known.
         """
         return LinearInput(x, name, self._scales.get(name))
 
-    def matmul(self, x: LinearInput, name: str, linear: nn.Linear) -> str:
-        """Write ``x @ W^T`` without the bias: [..., in] -> [..., out]."""
+    def adds_bias(self, x: LinearInput) -> bool:  # noqa: ARG002
+        """Return whether products of an input add a bias without a pass of their own."""
+        return False
+
+    def matmul(self, x: LinearInput, name: str, linear: nn.Linear, bias: str = "") -> str:
+        """Write ``x @ W^T``: [..., in] -> [..., out].
+
+        Args:
+            bias: name of a vector [out] to add, only if `adds_bias`.
+        """
+        assert not bias
         return self.g.op("MatMul", [x.value, self._matrix(x, name, linear.weight)])
 
     def tied_logits(self, x: str, table: str, weight: Tensor, bias: str) -> str:
@@ -252,21 +267,27 @@ def to_fp16(name: str, values: Tensor) -> Tensor:
 class Int8(LinearOps):
     """Products in int8. An input without a scale has a step per token."""
 
-    def prepare_input(self, x: str, name: str, least: float | None = None) -> LinearInput:
+    def prepare_input(
+        self, x: str, name: str, width: int, least: float | None = None
+    ) -> LinearInput:
         """See `LinearOps`."""
         g = self.g
         if (scale := self._scales.get(name)) is None:
-            return self._quantise_tokens(x, g.ints(-1), least)
+            return self._quantise_tokens(x, width, -1, least)
         if factors := self._reciprocal_factors(LinearInput(x, name, scale)):
             x = g.op("Mul", [x, factors])
         step = g.weight(f"{name}.step", np.array(scale.step, np.float32))
         value = g.op("QuantizeLinear", [x, step, self._zero_point()])
         return LinearInput(value, name, scale, step)
 
-    def matmul(self, x: LinearInput, name: str, linear: nn.Linear) -> str:
+    def adds_bias(self, x: LinearInput) -> bool:
+        """See `LinearOps`."""
+        return x.scale is not None
+
+    def matmul(self, x: LinearInput, name: str, linear: nn.Linear, bias: str = "") -> str:
         """See `LinearOps`."""
         integers, steps = self._int8_matrix(x, name, linear.weight)
-        return self._multiply(x, self.g.own(integers), steps)
+        return self._multiply(x, self.g.own(integers), steps, bias)
 
     def look_up(self, name: str, weight: Tensor, ids: str) -> str:
         """See `LinearOps`. Only the rows become floats, so no table of floats is in memory."""
@@ -280,7 +301,7 @@ class Int8(LinearOps):
         """See `LinearOps`."""
         g = self.g
         # Not axis -1: onnxruntime 1.31 reduces a negative axis of zero rows to a wrong shape.
-        rows = self._quantise_tokens(x, g.ints(1))
+        rows = self._quantise_tokens(x, weight.shape[1], 1)
         integers, steps = quantise(weight)
         if self._integers:  # the table's integers, which the runtime transposes once, on opening
             stored = g.own(g.weight(f"{table}.int8", integers))
@@ -290,25 +311,28 @@ class Int8(LinearOps):
         logits = self._multiply(rows, transposed, g.weight(f"{table}.steps", steps))
         return g.op("Add", [logits, bias])
 
-    def _quantise_tokens(self, x: str, axis: str, least: float | None = None) -> LinearInput:
-        """Quantise each token with a step of its own."""
+    def _quantise_tokens(
+        self, x: str, width: int, axis: int, least: float | None = None
+    ) -> LinearInput:
+        """Quantise each token [width] along an axis with a step of its own, as one block."""
         g = self.g
         if least is None:
-            largest = g.op("ReduceMax", [g.op("Abs", [x]), axis], keepdims=1)
+            largest = g.op("ReduceMax", [g.op("Abs", [x]), g.ints(axis)], keepdims=1)
             smallest = g.number(_SMALLEST_STEP)
         else:  # a pass over x less: its largest number is its largest absolute number, or -least is
-            largest = g.op("ReduceMax", [x, axis], keepdims=1)
+            largest = g.op("ReduceMax", [x, g.ints(axis)], keepdims=1)
             smallest = g.number(max(-least / LARGEST_INT8, _SMALLEST_STEP))
         step = g.op("Max", [g.op("Div", [largest, g.number(float(LARGEST_INT8))]), smallest])
-        scaled = g.op("Div", [x, step])
-        return LinearInput(
-            g.op("QuantizeLinear", [scaled, g.number(1.0), self._zero_point()]), step=step
-        )
+        zeros = g.op("Expand", [self._zero_point(), g.op("Shape", [step])])
+        value = g.op("QuantizeLinear", [x, step, zeros], axis=axis, block_size=width)
+        return LinearInput(value, step=step)
 
-    def _multiply(self, x: LinearInput, integers: str, steps: str) -> str:
+    def _multiply(self, x: LinearInput, integers: str, steps: str, bias: str = "") -> str:
         fixed = x.scale is not None
         step = x.step if fixed else self.g.number(1.0)
         inputs = [x.value, integers, step, steps, self._zero_point()]
+        if bias:
+            inputs += ["", bias]
         product = self.g.op("MatMulIntegerToFloat", inputs, domain=FUSED)
         return product if fixed else self.g.op("Mul", [product, x.step])
 

@@ -63,6 +63,14 @@ def test_only_a_graph_with_a_newer_operator_needs_a_newer_runtime(tmp_path: Path
     assert (g.opset, model.ir_version) == (23, 11)
 
 
+def test_a_step_per_block_needs_a_newer_runtime() -> None:
+    g = GraphBuilder()
+    g.op("QuantizeLinear", ["x", "step", "zero"])
+    assert g.opset == OPSET
+    g.op("QuantizeLinear", ["x", "steps", "zeros"], axis=-1, block_size=8)
+    assert g.opset == 21
+
+
 def test_weights_of_another_graph_are_shared(tmp_path: Path) -> None:
     one, two = GraphBuilder(), GraphBuilder()
     for g in (one, two):

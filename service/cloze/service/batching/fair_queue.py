@@ -119,12 +119,15 @@ class ExpectedWait(NamedTuple):
         per_request_s: seconds by which each such request delays the next one.
         requests: number of the client's requests in the process that have not ended.
         ahead: number of tokens that wait in its line.
+        clients: number of clients that share the process: all requests over those of the client
+            that has the most. For example, two clients with 64 and 32 requests are 1.5.
     """
 
     seconds: float
     per_request_s: float
     requests: int = 0
     ahead: int = 0
+    clients: float = 1.0
 
 
 class QueueState(NamedTuple):

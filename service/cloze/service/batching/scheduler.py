@@ -124,8 +124,8 @@ class Scheduler:
             if self._queue.tokens and not terms.later_round:
                 self._admission.check(submission, now)
             self._queue.add(submission)
-            self._activity.requests[terms.client] += 1
             if not terms.is_bulk:
+                self._activity.requests[terms.client] += 1
                 self._activity.asked = now
             submission.add_done_callback(self._forget)
             self._changed.notify(submission.missing)
@@ -367,7 +367,7 @@ class Scheduler:
         with self._lock:
             self._queue.forget(request)
             requests, client = self._activity.requests, request.terms.client
-            requests[client] -= 1
+            requests[client] -= not request.terms.is_bulk
             if not requests[client]:
                 del requests[client]
 

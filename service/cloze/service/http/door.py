@@ -162,7 +162,7 @@ class Gate:
             wait = starts.with_start(wait, request.client)
         excess_s = partial(limits.excess_s, wait, request.stated_s, is_bulk=request.is_bulk)
         line = _refused_line(request, model, errors.Rejection.WAIT)
-        if excess_s(share=returns.share(request.connection, line, request.arrived)) <= 0:
+        if excess_s(before=returns.before(request.connection, line, request.arrived)) <= 0:
             returns.admitted(request)
             return
         request.model = model

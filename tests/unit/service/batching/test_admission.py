@@ -107,8 +107,12 @@ def test_the_rate_is_a_mean_of_batches_times_the_workers() -> None:
     full.ended(10, 100.0)
     assert full.admission.tokens_per_s == pytest.approx(100)
     full.ended(10, 200.0)
-    assert full.admission.tokens_per_s == pytest.approx(110)
-    assert full.admission.rate == pytest.approx(330)
+    assert full.admission.tokens_per_s == pytest.approx(150)
+    for _ in range(8):
+        full.ended(10, 150.0)
+    full.ended(10, 250.0)
+    assert full.admission.tokens_per_s == pytest.approx(160)
+    assert full.admission.rate == pytest.approx(480)
 
 
 def test_a_queue_that_drains_slowly_has_that_rate() -> None:
@@ -243,6 +247,19 @@ def test_a_client_may_have_64_requests_waiting_however_long_the_wait_is() -> Non
     assert "allows 2.5 s, and more for the first 64 requests of a client" in str(error)
 
 
+def test_clients_share_the_time_of_their_free_requests() -> None:
+    full = Full(waits=DEFAULT)
+    for client, many in (("a", 32), ("b", 32), ("c", 16)):
+        for _ in range(many):
+            full.put(1, client)
+        full.activity.requests[client] = many
+    assert full.wait("c", 1, None).clients == 2.5
+    assert full.refusal(1, 30.0, "c") is None
+    error = full.refused(1, 30.0, "a")
+    assert "of a client if they end within 6 s" in str(error)
+    assert error.retry_after_s == pytest.approx(2.3), "it would end after 8.3 s"
+
+
 def test_bulk_requests_have_no_free_ones_since_others_may_take_their_rate() -> None:
     wait = ExpectedWait(3.0, 0.1, 5)
     assert DEFAULT.excess_s(wait, None) <= 0
@@ -256,20 +273,26 @@ def test_a_wait_that_an_operator_has_set_is_exact() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wait", "stated_s", "share", "excess_s"),
+    ("wait", "stated_s", "before", "excess_s"),
     [
-        (ExpectedWait(2.5, 1.0, 100), None, 1.0, 0.0),
-        (ExpectedWait(3.0, 0.1, 100), None, 1.0, 0.5),
-        (ExpectedWait(3.0, 0.1, 65), None, 1.0, 0.2),
-        (ExpectedWait(3.0, 0.1, 63), None, 1.0, 0.0),
-        (ExpectedWait(3.0, 0.1, 50), None, 0.75, 0.3),
-        (ExpectedWait(2.0, 0.1, 100), None, 0.75, 0.125),
-        (ExpectedWait(2.9, 0.1, 0), 6.0, 1.0, 0.0),
-        (ExpectedWait(2.9, 0.1, 0), 4.0, 1.0, 1.0),
-        (ExpectedWait(0.0, 9.0, 0), 4.0, 1.0, 0.0),
+        (ExpectedWait(2.5, 1.0, 100), None, 0, 0.0),
+        (ExpectedWait(3.0, 0.1, 100), None, 0, 0.5),
+        (ExpectedWait(3.0, 0.1, 65), None, 0, 0.2),
+        (ExpectedWait(3.0, 0.1, 63), None, 0, 0.0),
+        (ExpectedWait(3.0, 0.1, 50), None, 16, 0.3),
+        (ExpectedWait(3.0, 0.1, 50), None, 99, 1.75),
+        (ExpectedWait(2.0, 0.1, 100), None, 6, 0.1),
+        (ExpectedWait(2.0, 0.1, 100), None, 99, 0.75),
+        (ExpectedWait(4.0, 0.1, 60, clients=3.0), None, 0, -0.3),
+        (ExpectedWait(5.0, 0.1, 60, clients=3.0), None, 0, 0.1),
+        (ExpectedWait(3.0, 0.1, 9, clients=8.0), None, 0, 0.5),
+        (ExpectedWait(2.9, 0.1, 0), 6.0, 0, 0.0),
+        (ExpectedWait(2.9, 0.1, 0), 4.0, 0, 1.0),
+        (ExpectedWait(1.8, 0.1, 0), 4.0, 3, 0.2),
+        (ExpectedWait(0.0, 9.0, 0), 4.0, 3, 0.0),
     ],
 )
 def test_how_long_a_request_has_to_wait_for_room(
-    wait: ExpectedWait, stated_s: float | None, share: float, excess_s: float
+    wait: ExpectedWait, stated_s: float | None, before: int, excess_s: float
 ) -> None:
-    assert DEFAULT.excess_s(wait, stated_s, share=share) == pytest.approx(excess_s)
+    assert DEFAULT.excess_s(wait, stated_s, before=before) == pytest.approx(excess_s)

@@ -63,8 +63,8 @@ def closed_loop(connections: int, rate: float, *, waits: str) -> Outcome:
         tries[number] += 1
         asked[number].arrived = now
         wait = ExpectedWait(max(0, len(queue) - 1) / rate, 1 / rate, len(queue))
-        share = returns.share(asked[number].connection, LINE, now)
-        if not queue or LIMITS.excess_s(wait, None, share=share) <= 0:
+        before = returns.before(asked[number].connection, LINE, now)
+        if not queue or LIMITS.excess_s(wait, None, before=before) <= 0:
             returns.admitted(asked[number])
             outcome.tries[tries[number]] += 1
             if tries.pop(number) > 1:
@@ -150,6 +150,19 @@ def test_refused_requests_come_back_one_after_another() -> None:
 def test_each_of_several_processes_tells_its_part_of_the_rate() -> None:
     made = Told(4)
     assert [made.refuse(Open(), 100.0)[0] for _ in range(3)] == [2.0, 4.0, 6.0]
+
+
+def test_those_that_are_due_go_before_others_until_their_time() -> None:
+    made, first, second = Told(), Open(), Open()
+    for connection in (first, second):
+        made.refuse(connection, 100.0)
+    before = made.returns.before
+    assert (before(Open(), LINE, 101.0), before(second, LINE, 101.0)) == (2, 2)
+    assert (before(Open(), LINE, 102.2), before(second, LINE, 102.2)) == (1, 1)
+    assert before(first, LINE, 102.2) == 0, "it comes as told"
+    assert before(Open(), LINE._replace(client="b"), 101.0) == 0
+    made.admit(second, 102.2)
+    assert before(Open(), LINE, 102.2) == 0
 
 
 def test_a_time_is_given_back_by_who_is_admitted_early_or_leaves() -> None:

@@ -18,8 +18,9 @@ SLACK_S = 0.5
 DEAD_S = 80.0
 """Seconds until a broken engine has ended its process, at most: the first canary may take 60 s."""
 
-ROOM_S = 20.0
-"""Seconds in which a waiting client may have room: those that were refused before it go first."""
+ROOM_S = 10.0
+"""Seconds in which a waiting client may have room, or half of what it was told: those that were
+refused before it go first, and the work of others may end sooner than expected."""
 
 SILENT_S = 10.5
 """Seconds until a stopped process is replaced: 8 s of silence, looks, and a report's second."""
@@ -297,7 +298,7 @@ def check_waiting(world: "World", passed_s: float) -> None:
         wait = queues[0].expected_wait(world.server.client(asked.address), line, tokens)
         if limits.excess_s(wait, asked.limit_s, before=10**6) <= 0:
             asked.room_s += passed_s
-            if asked.room_s > ROOM_S:
+            if asked.room_s > max(ROOM_S, 0.5 * asked.told_s):
                 world.fails(f"told to wait {asked.told_s:.1f} s although there is room: {asked}")
 
 

@@ -1,5 +1,6 @@
 """The server of a world: the real service with engines whose runs take simulated time."""
 
+import json
 import math
 import shutil
 import signal
@@ -9,7 +10,7 @@ from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,7 +27,8 @@ from cloze.service.service import Service, single_process
 from cloze.service.settings import Settings
 from cloze.service.tasks import TASKS
 from tests.support import task_model
-from tests.support.world import adapters, engine_times
+from tests.support.sources import ROOT
+from tests.support.world import adapters
 from tests.support.world.kernel import Kernel, Process
 from tests.support.world.network import Listener, Loop
 
@@ -74,6 +76,29 @@ def _vector(ids: Any, version: int, dimensions: int) -> Any:
     return made
 
 
+class Session(NamedTuple):
+    """What runs of a recorded session cost: seconds, and ratios of which each run takes one."""
+
+    fixed: float
+    per_token: float
+    per_pair: float
+    ratios: Sequence[float]
+
+    @classmethod
+    def recorded(cls, name: str) -> "Session":
+        """Return a session of the table that `scripts/engine-times` has recorded."""
+        row = json.loads((ROOT / "tests/simulated/engine-times.json").read_text())["sessions"][name]
+        return cls(*(us / 1e6 for us in row["us"]), [each / 1000 for each in row["permille"]])
+
+    def seconds(self, lengths: Sequence[int]) -> float:
+        """Return the typical time of a batch of sequences with so many tokens."""
+        pairs = sum([length * length for length in lengths])
+        return self.fixed + self.per_token * sum(lengths) + self.per_pair * pairs
+
+
+SHARED, ALONE = map(Session.recorded, ("shared", "alone"))
+
+
 @dataclass
 class Costs:
     """What runs cost, and how they fail at present.
@@ -96,9 +121,8 @@ class Costs:
         self, lengths: Sequence[int], *, alone: bool = False
     ) -> tuple[float, Sequence[float]]:
         """Return the typical time of a run, and the ratios of which it takes one."""
-        shared, lone = engine_times.recorded()
-        session = lone if alone else shared
-        slower = 64 / shared.seconds([64]) / self.tokens_per_s
+        session = ALONE if alone else SHARED
+        slower = 64 / SHARED.seconds([64]) / self.tokens_per_s
         return session.seconds(lengths) * slower, session.ratios
 
     def seconds(self, lengths: Sequence[int]) -> float:
@@ -146,7 +170,7 @@ class Engine:
         kernel, costs, random = self._kernel, self._costs, self._kernel.random
         lengths = [len(encoding.input_ids) for encoding in batch]
         seconds, ratios = costs.run(lengths, alone=alone)
-        self._hang(seconds, known=self._has_run)
+        self._hang(seconds, ratios, known=self._has_run)
         self._has_run = True
         kernel.sleep(seconds * costs.slowness * random.choice(ratios))
         poison = task_model.ID[POISON]
@@ -162,12 +186,12 @@ class Engine:
             for encoding, version in zip(batch, versions(), strict=True)
         ]
 
-    def _hang(self, seconds: float, *, known: bool) -> None:
+    def _hang(self, seconds: float, ratios: Sequence[float], *, known: bool) -> None:
         """Never return, if this run is to hang; `known`: whether such a run was measured."""
         costs, server = self._costs, self._server
         if costs.hangs:
             costs.hangs -= 1
-            run_s = 1.5 * costs.slowness * seconds
+            run_s = max(ratios) * costs.slowness * seconds  # as slow as any measured run
             server.hung = self
             server.dead_at = self._kernel.now + 10 * (run_s if known else 6.0) + 8.0
             server.noted("hangs", "engine", seconds)
@@ -176,8 +200,8 @@ class Engine:
     def probe(self) -> None:
         """Run the golden outputs."""
         # After an error, the limit is that of the run.
-        seconds = self._costs.seconds([_GOLDEN_TOKENS])
-        self._hang(seconds, known=self._has_probed and not self._costs.error_share)
+        seconds, ratios = self._costs.run([_GOLDEN_TOKENS])
+        self._hang(seconds, ratios, known=self._has_probed and not self._costs.error_share)
         self._kernel.sleep(seconds)
         if self._costs.is_broken:
             raise RuntimeError("other golden outputs")
@@ -230,7 +254,8 @@ class Server:
         self.store = Path(mkdtemp(prefix="world-", dir=shared if shared.is_dir() else None))
         self.publish()
         self.write_keys()
-        adapters.write(self.store / "adapters")
+        if self.has_adapters:
+            adapters.write(self.store / "adapters")
         self.listener = Listener(self.kernel)
         self.keeper = self.kernel.spawn(self._keep)
 

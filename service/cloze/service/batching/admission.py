@@ -99,7 +99,7 @@ class WaitLimits:
             is_bulk: whether others may take the rate at which the request is expected to run.
             before: number of refused requests like it that are due to come back before it.
         """
-        before_s, end_s = before * wait.per_request_s, wait.seconds + wait.per_request_s
+        before_s, end_s = before * wait.per_request_s, wait.end_s
         if stated_s is not None:
             most_s = _SHARE_OF_TIME * stated_s
             return end_s + _reserved(before_s, most_s) - most_s if wait.seconds else 0.0
@@ -115,7 +115,7 @@ class WaitLimits:
     def describe_excess(self, wait: ExpectedWait, stated_s: float | None) -> str:
         """Return the message for a request that may not wait."""
         if stated_s is not None:
-            end_s = math.ceil((wait.seconds + wait.per_request_s) * 10) / 10
+            end_s = math.ceil(wait.end_s * 10) / 10
             return (
                 f"the request would end in about {end_s:g} s; {_SHARE_OF_TIME * stated_s:g} s are "
                 "allowed, half of the time limit that it states"
@@ -273,14 +273,16 @@ class Admission:
         if not rate:
             return ExpectedWait(0.0, 0.0, requests, ahead)
         every = tuple(self._activity.requests.values())  # a copy, as in `share`
-        sharing = sum(every) / max(every, default=1)
+        most = max(every, default=0)
+        sharing = max(1, sum([4 * each >= most for each in every]))
         # Other lines of the client go on, so all of them count; other clients only as they wait.
         own = (ahead + unsubmitted) * lines
         alike = queue.bulk_tokens if line.is_bulk else queue.tokens - queue.bulk_tokens
         waiting = alike + unsubmitted
         wait = min(own * clients, max(own, waiting))
-        each = min(tokens * lines * clients, waiting + tokens)
-        return ExpectedWait(wait / rate, each / rate, requests, ahead, max(1.0, sharing))
+        lasts = min(tokens * lines * clients, waiting + tokens)
+        each = min(lasts, tokens * (waiting + tokens) / (ahead + unsubmitted + tokens))
+        return ExpectedWait(wait / rate, each / rate, requests, ahead, sharing, lasts / rate)
 
     def check(self, request: Submission, now: float) -> None:
         """Raise if a request has to wait for too long, behind what waits in the queue.
@@ -308,7 +310,7 @@ class Admission:
         if (excess_s := waits.excess_s(wait, terms.timeout_s, is_bulk=terms.is_bulk)) > 0:
             message = waits.describe_excess(wait, terms.timeout_s)
             raise Overloaded(message, excess_s, Rejection.WAIT, each_s)
-        end_s, left_s = wait.seconds + each_s, terms.deadline - now
+        end_s, left_s = wait.end_s, terms.deadline - now
         slack_s = queue.demand.slack_s(now, self._rate_of(is_bulk=False), request.due, tokens)
         late_s = max(end_s - _SHARE_OF_TIME * left_s, -slack_s)
         if late_s > 0:

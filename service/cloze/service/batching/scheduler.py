@@ -139,7 +139,8 @@ class Scheduler:
         if line.is_bulk or self._queue.tokens or unsubmitted:
             return self._admission.expected_wait(client, line, tokens, unsubmitted)
         rate, requests = self._admission.rate, self._activity.requests[client]
-        return ExpectedWait(0.0, tokens / rate if rate else 0.0, requests)  # the queue is empty
+        each_s = tokens / rate if rate else 0.0  # the queue is empty
+        return ExpectedWait(0.0, each_s, requests, lasts_s=each_s)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Fail pending requests and end the threads; see `fair_queue.Queue`."""

@@ -44,7 +44,7 @@ class Waiting:
         self, client: str, line: LineKey, tokens: int, unsubmitted: int = 0
     ) -> ExpectedWait:
         self.asked.append((client, line, tokens, unsubmitted))
-        return ExpectedWait(self.seconds, 0.5)
+        return ExpectedWait(self.seconds, 0.5, lasts_s=0.5)
 
     def submit(self, *_: Any) -> None:
         raise NotImplementedError

@@ -46,7 +46,12 @@ def publish(root: Path, dimensions: int, *, is_bad: bool = False) -> str:
 
     The engine of a bad version does not open.
     """
-    embedding = {"dimensions": dimensions, "pooling": "mean", "normalize": False, "max_tokens": _MOST_TOKENS}
+    embedding = {
+        "dimensions": dimensions,
+        "pooling": "mean",
+        "normalize": False,
+        "max_tokens": _MOST_TOKENS,
+    }
     architecture = task_model.manifest().architecture.model_dump() | {"max_positions": _MOST_TOKENS}
     described = task_model.manifest(
         name="world", tasks=("embed",), heads={}, embedding=embedding, architecture=architecture,
@@ -117,9 +122,7 @@ class Costs:
     hangs: int = 0
     is_broken: bool = False
 
-    def run(
-        self, lengths: Sequence[int], *, alone: bool = False
-    ) -> tuple[float, Sequence[float]]:
+    def run(self, lengths: Sequence[int], *, alone: bool = False) -> tuple[float, Sequence[float]]:
         """Return the typical time of a run, and the ratios of which it takes one."""
         session = ALONE if alone else SHARED
         slower = 64 / SHARED.seconds([64]) / self.tokens_per_s

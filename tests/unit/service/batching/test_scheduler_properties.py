@@ -1,13 +1,11 @@
 """The scheduler alone, on the fake engine: properties over random arrivals, and its workers."""
 
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
-from queue import Queue
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -16,8 +14,8 @@ from hypothesis import strategies as st
 from cloze.model_store.batch import Encoding
 from cloze.service.batching.admission import SchedulerLimits
 from cloze.service.batching.scheduler import Scheduler
-from cloze.service.core import BatchFill, BatchReport, BatchResult
-from cloze.service.errors import DeadlineExceeded, EngineDead, EngineFailed
+from cloze.service.core import BatchReport, BatchResult
+from cloze.service.errors import DeadlineExceeded, EngineFailed
 from tests.support import encodings
 from tests.support.encodings import submit
 from tests.support.fake_engine import FakeEngine
@@ -42,10 +40,9 @@ def running(
     engine: FakeEngine,
     *,
     on_batch: Callable[[BatchReport], None] = lambda _: None,
-    on_dead: Callable[[str], None] = lambda _: None,
     **limits: float,
 ) -> Iterator[Scheduler]:
-    scheduler = Scheduler(engine, replace(LIMITS, **limits), on_batch=on_batch, on_dead=on_dead)
+    scheduler = Scheduler(engine, replace(LIMITS, **limits), on_batch=on_batch)
     scheduler.start()
     try:
         yield scheduler
@@ -172,17 +169,6 @@ def test_a_short_text_that_waits_already_runs_beside_a_long_one() -> None:
         assert sums(long) == [20.0]
 
 
-def test_a_run_that_hangs_is_a_dead_engine() -> None:
-    engine = FakeEngine()
-    with running(engine, workers=1, stall_timeout_s=0.2) as scheduler:
-        assert sums(submit(scheduler, [sized(3)], later())) == [3.0]  # measures the engine
-        engine.gate.clear()
-        futures = [submit(scheduler, [sized(length)], later()) for length in (3, 4)]
-        for future in futures:
-            assert isinstance(future.exception(WAIT_S), EngineDead)
-        assert re.fullmatch(r"a run took longer than 0\.[2-9] s", str(scheduler.dead_reason))
-
-
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_one_worker_is_left_to_questions_while_they_come(workers: int) -> None:
     engine = FakeEngine()
@@ -202,17 +188,3 @@ def test_one_worker_is_left_to_questions_while_they_come(workers: int) -> None:
         engine.gate.set()
         assert sums(question) == [3.0]
         assert sums(bulk) == [64.0] * 8
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_an_engine_that_is_lost_while_nobody_asks_is_dead(workers: int) -> None:
-    engine, deaths, reports = FakeEngine(), Queue(), list[BatchReport]()
-    options = {"workers": workers, "canary_s": 0.01}
-    with running(engine, on_batch=reports.append, on_dead=deaths.put, **options) as scheduler:
-        wait_until(lambda: len(reports) > 1)
-        assert {report.fill for report in reports} == {BatchFill.CANARY}
-        assert sums(submit(scheduler, [sized(3)], later())) == [3.0]
-        engine.broken = True
-        reason = deaths.get(timeout=WAIT_S)
-    assert reason == "it could not repeat its golden outputs while idle (RuntimeError)"
-    assert scheduler.dead_reason == reason

@@ -41,7 +41,7 @@ def closed_loop(connections: int, rate: float, *, waits: str) -> Outcome:
     """Let connections ask again and again; one worker answers so many requests per second.
 
     Args:
-        waits: whether a refused connection waits: "no", for "seconds", or for "milliseconds".
+        waits: whether a refused connection waits for whole seconds, or for milliseconds.
     """
     draw, outcome, returns = random.Random(1), Outcome(), Returns()
     asked = [connected("a") for _ in range(connections)]
@@ -76,20 +76,12 @@ def closed_loop(connections: int, rate: float, *, waits: str) -> Outcome:
             continue
         outcome.refusals += 1
         room_s = max(0.0, LIMITS.excess_s(wait, None))
-        after_s, hold_s = returns.refuse(asked[number], LINE, now, room_s, 1 / rate)
+        after_s, _ = returns.refuse(asked[number], LINE, now, room_s, 1 / rate)
         if tries[number] == 1:
             first[number] = after_s, now
-        delay_s = {"no": hold_s, "seconds": math.ceil(after_s), "milliseconds": after_s}[waits]
+        delay_s = math.ceil(after_s) if waits == "seconds" else after_s
         heapq.heappush(events, (now + delay_s + 0.001, serial, number, False))
     return outcome
-
-
-@pytest.mark.parametrize("rate", [5.0, 40.0, 400.0])
-@pytest.mark.parametrize("connections", [8, 64])
-def test_up_to_64_connections_are_refused_nothing(connections: int, rate: float) -> None:
-    outcome = closed_loop(connections, rate, waits="no")
-    assert outcome.refusals == 0
-    assert outcome.answers.total() >= 0.98 * rate * SECONDS
 
 
 @pytest.mark.parametrize("waits", ["seconds", "milliseconds"])
@@ -103,13 +95,6 @@ def test_who_waits_as_told_is_admitted_then(connections: int, rate: float, waits
     assert max(outcome.told) <= 2.0, "nobody is told to wait for more than twice as long"
     spread = [outcome.answers[number] for number in range(connections)]
     assert max(spread) - min(spread) <= 3, "all connections are served alike"
-
-
-@pytest.mark.parametrize(("connections", "rate"), [(256, 40.0), (1000, 40.0), (2000, 400.0)])
-def test_a_storm_costs_few_refusals_and_no_answers(connections: int, rate: float) -> None:
-    outcome = closed_loop(connections, rate, waits="no")
-    assert outcome.answers.total() >= 0.98 * rate * SECONDS
-    assert outcome.refusals / SECONDS <= 1.5 * connections
 
 
 class Told:

@@ -293,10 +293,8 @@ def probe(world: "World", path: str) -> bytes:
         connection.send(f"{head}connection: close\r\n\r\n".encode(), until)
         while True:
             data += connection.read(until)
-    except Gone:
+    except (Gone, Late):
         return data or b"HTTP/1.1 0"
-    except Late:
-        return b"HTTP/1.1 0"
     finally:
         if connection is not None:
             connection.close()

@@ -119,11 +119,11 @@ class Returns:
         if len(self._last) >= _MOST_LINES:
             self._last.clear()
             self._due.clear()
-        last = self._last.get(line, 0.0)
+        last, each_s = self._last.get(line, 0.0), each_s * self._processes
         at = now + max(room_s, 0.05)
         if not is_exact:
-            if last > now:
-                at = max(at, last + each_s * self._processes)
+            if last > now:  # room may come sooner than when the others were told their times
+                at = max(at, min(last + each_s, at + each_s * len(self._due.get(line, ()))))
             at = min(at, now + _LONGEST_S)
         moved_s = max(0.0, at - max(last, now))
         self._last[line] = max(last, at)

@@ -126,7 +126,8 @@ class Told:
 def test_refused_requests_come_back_one_after_another() -> None:
     made = Told()
     assert [made.refuse(Open(), 100.0)[0] for _ in range(3)] == [2.0, 2.5, 3.0]
-    assert made.refuse(Open(), 101.0, 0.1)[0] == 2.5, "half a second after 103"
+    assert made.refuse(Open(), 101.0, 1.0)[0] == 2.5, "half a second after 103"
+    assert made.refuse(Open(), 101.0, 0.1)[0] == pytest.approx(2.1), "four are due in two seconds"
     assert made.refuse(Open(), 101.0, 9.0)[0] == 9.0
     other = LINE._replace(client="b")
     assert made.refuse(Open(), 101.0, 0.1, line=other)[0] == pytest.approx(0.1)
@@ -156,7 +157,7 @@ def test_a_time_is_given_back_by_who_is_admitted_early_or_leaves() -> None:
         made.refuse(connection, 100.0)
     made.admit(second, 101.0)
     made.returns.closed(second, 101.0)
-    assert made.refuse(Open(), 101.0, 0.1)[0] == pytest.approx(1.5), "at 102.5 again"
+    assert made.refuse(Open(), 101.0, 1.0)[0] == pytest.approx(1.5), "at 102.5 again"
     made.returns.closed(Open(), 101.0)
 
 

@@ -19,8 +19,8 @@ DEAD_S = 80.0
 """Seconds until a broken engine has ended its process, at most: the first canary may take 60 s."""
 
 ROOM_S = 20.0
-"""Seconds in which a waiting client may have room, or 0.6 of what it was told: those that were
-refused before it go first, and the work of others may end sooner than expected."""
+"""Seconds in which a waiting client may have room, or 0.9 of what it was told: those that were
+refused before it go first, and others whose work was expected may leave."""
 
 SILENT_S = 10.5
 """Seconds until a stopped process is replaced: 8 s of silence, looks, and a report's second."""
@@ -162,7 +162,8 @@ def check_readiness(world: "World", began: float, status: int) -> None:
     now = world.kernel.now
     if "max_connections" in world.settings:
         return
-    if status != 200 and not world.overlaps(began - 1.0, now, "stop", *ENDS):
+    may_hang = world.overlaps(began - 30.0, now, "slow")  # ten times as slow seems to hang
+    if status != 200 and not may_hang and not world.overlaps(began - 1.0, now, "stop", *ENDS):
         world.fails(f"readiness is {status} without a reason")
     drains = [fault.begin for fault in world.faults_of("drain") if fault.end > now]
     begin = min(drains, default=began)
@@ -266,10 +267,7 @@ def check_history(world: "World") -> None:
 
 
 def check_limits(world: "World") -> None:
-    """Check that requests with a short or a stated limit seldom end late: one in fifty, and two.
-
-    Rates are measured, and one run in a hundred takes three times as long as the others.
-    """
+    """Check that few timed requests end late: one run in a hundred takes three times as long."""
     answered = sum(asked.status == 200 for asked in world.requests)
     if len(world.late) > 2 + answered / 50:
         world.fails(f"{len(world.late)} of {answered} accepted requests end late: {world.late[0]}")
@@ -300,7 +298,7 @@ def check_waiting(world: "World", passed_s: float) -> None:
         wait = queues[0].expected_wait(world.server.client(asked.address), line, tokens)
         if limits.excess_s(wait, asked.limit_s, before=10**6) <= 0:
             asked.room_s += passed_s
-            if asked.room_s > max(ROOM_S, 0.6 * asked.told_s):
+            if asked.room_s > max(ROOM_S, 0.9 * asked.told_s):
                 world.fails(f"told to wait {asked.told_s:.1f} s although there is room: {asked}")
 
 

@@ -199,6 +199,8 @@ class Client:
             self._send(asked, number, until)
             head, body = self._receive(asked, until)
             self._take(asked, number, head, body)
+            if self.kind.writes_s and asked.status != 200:  # its body may not be whole
+                self._close()
         except Gone:
             asked.lost = "the server ended the connection"
         except Late:
@@ -231,7 +233,7 @@ class Client:
         pause_s = self.kind.writes_s * draw.random() / len(parts)
         for part in parts:
             if self.kind.writes_s:
-                if self.connection.has_something:  # it was refused
+                if self.connection.has_something:
                     break
                 kernel.sleep(pause_s)
             self.connection.send(part, until)

@@ -289,11 +289,10 @@ def check_waiting(world: "World", passed_s: float) -> None:
     queues, limits, now = world.server.schedulers(), world.server.waits, world.kernel.now
     crowds = [event for event in world.history.events if event.kind in CROWDS]  # they leave early
     for asked in world.waiting if len(queues) == 1 and not crowds else ():
-        if asked.kind == "bulk":  # it gets what others leave, who may leave all
-            continue
-        # The door takes spaces in a body for tokens.
+        # The door takes spaces in a body for tokens, and bulk gets what others leave.
         was_slower = world.overlaps((asked.ended or now) - 20.0, now, "slow", "stop", *ENDS)
-        if KINDS[asked.kind].padding or was_slower or "per minute" in asked.error:
+        is_other = KINDS[asked.kind].padding or asked.kind == "bulk"
+        if is_other or was_slower or "per minute" in asked.error:
             continue
         tokens = sum(asked.lengths)
         line = LineKey.of(tokens, asked.limit_s)

@@ -136,7 +136,7 @@ class Settings(BaseModel):
     max_queue_wait_ms: _MillisecondsOrZero | None = None
     """longest expected wait for the first batch of a request that states no time limit; a request
     that would wait longer gets status 429 at once; 0: no limit; not set: 2500, and a client may
-    have 64 requests waiting for longer"""
+    have 64 requests waiting for longer, if they end within its share of half the request timeout"""
     max_request_bytes: _Bytes = 8_388_608
     """largest request body in bytes; 2,048 texts of 512 tokens have about 5 MB"""
     max_bodies_bytes: _Bytes = 33_554_432

@@ -4,13 +4,12 @@ Usage: python -m tests.support.world [--seeds 1-200] [--stop-at-first] [--trace 
 """
 
 import argparse
-import gc
 import logging
 import sys
 import time
 from collections.abc import Sequence
 
-from tests.support.world.history import History, drawn, play, shortest
+from tests.support.world.history import History, drawn, play, shortest, worlds
 
 LONGEST_SEARCH_S = 60.0
 """Time in which a shorter history is searched, per failing seed."""
@@ -31,17 +30,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     first, _, last = options.seeds.rpartition("-")
     failed, played, simulated_s, began = [], 0, 0.0, time.process_time()
     seeds = range(int(first or 1), int(last) + 1)
-    gc.freeze()
-    for seed in seeds:
-        world = play(drawn(seed))
+    for world in worlds(seeds):
+        seed = world.history.seed
         played, simulated_s = played + 1, simulated_s + world.lasted_s
         if world.failures:
             failed.append(seed)
             print(f"{describe(world.history)}\n", flush=True)
             if options.stop_at_first:
                 break
-        if seed % 10 == 0:
-            gc.collect()
     took_s = time.process_time() - began
     print(
         f"{played} histories of {simulated_s:.0f} s in {took_s:.0f} s of processor time, "

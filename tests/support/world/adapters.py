@@ -1,7 +1,6 @@
 """Adapters of a world: folders as PEFT writes them, and engines that hold two of four."""
 
 import json
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -13,7 +12,7 @@ from safetensors.numpy import save_file
 from cloze.model_store.adapter_section import AdaptedLayer, AdapterSupport
 from cloze.model_store.sections import Graph, Layout, Precision
 from cloze.service.engine import adapters
-from tests.support.world.kernel import Kernel
+from tests.support.world.kernel import Kernel, Thread
 
 NAMES = ("adapter-1", "adapter-2", "adapter-3", "adapter-4")
 """The rows of an adapter's matrices have its number."""
@@ -47,24 +46,22 @@ class Reader:
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
-        self._work: deque[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = deque()
+        self._last: Thread | None = None
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._work.append((future, function, arguments))
-        if len(self._work) == 1:
-            self._kernel.spawn(self._run)
-        return future
+        future, before = Future[Any](), self._last
 
-    def _run(self) -> None:
-        while self._work:
-            future, function, arguments = self._work[0]
+        def read() -> None:
+            if before is not None:
+                before.join()
             self._kernel.sleep(0.02)
             try:
                 future.set_result(function(*arguments))
             except Exception as error:
                 future.set_exception(error)
-            self._work.popleft()
+
+        self._last = self._kernel.spawn(read)
+        return future
 
 
 def loaded(kernel: Kernel) -> adapters.LoadedAdapters:

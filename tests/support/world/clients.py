@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import orjson
@@ -28,6 +29,7 @@ class Asked:
         lost: why there is no answer: the client left, or the server ended the connection.
         told_s: when to come back, from ``retry-after-ms``.
         room_s: seconds in which there was room for it while it waited as told.
+        read_s: seconds in which the client did not read what had come.
         returns: whether the request was refused before, and comes back as told.
         is_first: whether the connection had no request before.
         adapter: the number of the adapter that it asks for; 0: none.
@@ -44,15 +46,17 @@ class Asked:
     lost: str = ""
     told_s: float = 0.0
     room_s: float = 0.0
+    read_s: float = 0.0
     error: str = ""
     version: int = 0
     returns: bool = False
     is_first: bool = False
     adapter: int = 0
 
-    @property
-    def tokens(self) -> int:
-        return sum(len(text.split()) + 2 for text in self.texts)
+    @cached_property
+    def lengths(self) -> list[int]:
+        """The numbers of tokens of its texts."""
+        return [text.count(" ") + 3 for text in self.texts]
 
     def __str__(self) -> str:
         end = "pending" if self.ended is None else f"{self.ended:.3f}"
@@ -72,6 +76,7 @@ class Kind:
         limit_s: shortest and longest stated time limit.
         leaves_s: longest time after which the client closes its connection; 0: it does not.
         writes_s: longest time in which the client sends a body.
+        reads_s: longest pause before the client reads a part of an answer.
         padding: most bytes of spaces in a body.
         is_bulk: whether it sends bulk requests.
         poison: share of its requests with a text that the engine cannot run.
@@ -85,6 +90,7 @@ class Kind:
     limit_s: tuple[float, float] | None = None
     leaves_s: float = 0.0
     writes_s: float = 0.0
+    reads_s: float = 0.0
     padding: int = 0
     is_bulk: bool = False
     poison: float = 0.0
@@ -99,6 +105,7 @@ KINDS = {
     "limited": Kind(pause_s=0.5, limit_s=(0.4, 4.0)),
     "leaving": Kind(pause_s=0.2, texts=3, leaves_s=1.5),
     "slow writer": Kind(writes_s=40.0, pause_s=1.0),
+    "slow reader": Kind(words=(5, 20), texts=24, reads_s=15.0, pause_s=1.0),
     "bulk": Kind(words=(30, 200), texts=3, is_bulk=True),
     "greedy": Kind(words=(100, 500), texts=4),
     "long": Kind(words=(500, 3000), pause_s=1.0),
@@ -190,8 +197,10 @@ class Client:
                 asked.is_first = True
                 self.connection = ClientConnection(world.server.listener, self.address)
             self._send(asked, number, until)
-            head, body = self._receive(until)
+            head, body = self._receive(asked, until)
             self._take(asked, number, head, body)
+            if self.kind.writes_s and asked.status != 200:  # its body may not be whole
+                self._close()
         except Gone:
             asked.lost = "the server ended the connection"
         except Late:
@@ -224,13 +233,13 @@ class Client:
         pause_s = self.kind.writes_s * draw.random() / len(parts)
         for part in parts:
             if self.kind.writes_s:
-                if self.connection.has_something:  # it was refused
+                if self.connection.has_something:
                     break
                 kernel.sleep(pause_s)
             self.connection.send(part, until)
         asked.sent = kernel.now
 
-    def _receive(self, until: float) -> tuple[dict[str, str], bytes]:
+    def _receive(self, asked: Asked, until: float) -> tuple[dict[str, str], bytes]:
         """Return the headers, with the status, and the body of an answer."""
         connection = self.connection
         assert connection is not None
@@ -243,6 +252,10 @@ class Client:
         headers["status"] = line.split()[1]
         size = int(headers["content-length"])
         while len(body) < size:
+            if self.kind.reads_s:
+                pause_s = self.kind.reads_s * self.random.random()
+                self.world.kernel.sleep(pause_s)
+                asked.read_s, until = asked.read_s + pause_s, until + pause_s
             body += connection.read(until)
         if len(body) > size:
             self.world.fails(f"bytes after an answer: {body[size:][:60]!r}")
@@ -260,7 +273,8 @@ class Client:
             if asked.adapter:  # whose version is always 1
                 asked.version = int(orjson.loads(body)[0][3]) % 1000
             version = asked.version + 1000 * asked.adapter
-            expected = [vector(text, version) for text in asked.texts]
+            dimensions = self.world.server.dimensions
+            expected = [vector(text, version, dimensions) for text in asked.texts]
             if orjson.loads(body) != expected:
                 self.world.fails(f"{asked} has another answer than its own: {body[:80]!r}")
         if asked.status != 200:
@@ -272,21 +286,17 @@ class Client:
             self._close()
 
 
-def probe(world: "World", path: str, address: str) -> int:
-    """Return the status of a probe on a new connection; 0: there is none within 2 s."""
-    kernel = world.kernel
-    until = kernel.now + 2.0
-    connection = None
+def probe(world: "World", path: str) -> bytes:
+    """Return the answer to a GET on a new connection; status 0: there is none within 2 s."""
+    until, connection, data = world.kernel.now + 2.0, None, b""
     try:
-        connection = ClientConnection(world.server.listener, address)
-        request = f"GET {path} HTTP/1.1\r\nhost: 10.0.0.1\r\nconnection: close\r\n\r\n"
-        connection.send(request.encode(), until)
-        data = b""
-        while b"\r\n\r\n" not in data:
+        connection = ClientConnection(world.server.listener, "10.2.0.1")
+        head = f"GET {path} HTTP/1.1\r\nhost: 10.0.0.1\r\nauthorization: Bearer key-metrics\r\n"
+        connection.send(f"{head}connection: close\r\n\r\n".encode(), until)
+        while True:
             data += connection.read(until)
-        return int(data.split()[1])
     except (Gone, Late):
-        return 0
+        return data or b"HTTP/1.1 0"
     finally:
         if connection is not None:
             connection.close()

@@ -1,8 +1,9 @@
 """Histories: clients and faults of one seed, how a world plays them, and the shortest one."""
 
+import gc
 import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from tests.support.world import promises
 from tests.support.world.clients import CROWDS, KINDS, Asked, Client, key_name, probe
 from tests.support.world.kernel import START_S, Kernel, installed
 from tests.support.world.processes import Supervised, processes_installed
-from tests.support.world.server import Costs, Server, publish
+from tests.support.world.server import Costs, Server
 
 _WATCH_S = 0.5
 """Seconds between looks at readiness, snapshots and waiting clients."""
@@ -47,6 +48,7 @@ class History:
         front_ends: whether a supervisor runs an engine process and two front ends.
         has_keys: whether clients have API keys.
         has_adapters: whether requests may ask for adapters.
+        dimensions: of the vectors; many for large answers.
         settings: of the server.
     """
 
@@ -58,6 +60,7 @@ class History:
     front_ends: bool = False
     has_keys: bool = False
     has_adapters: bool = False
+    dimensions: int = 4
     settings: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
@@ -83,7 +86,7 @@ def drawn(seed: int) -> History:
     rate = 10 ** draw.uniform(2.5, 3.0)
     events = []
     for _ in range(draw.choice((1, 2, 2, 3, 4))):
-        kind = draw.choice([kind for kind in KINDS if kind not in CROWDS])
+        kind = draw.choice([kind for kind in KINDS if kind not in (*CROWDS, "slow reader")])
         many = {
             "polite": 1, "loop": draw.choice((2, 16, 64)), "storm": draw.randint(10, 90),
             "told": draw.randint(40, 120), "slow writer": draw.randint(1, 20),
@@ -117,8 +120,7 @@ def drawn(seed: int) -> History:
             if event.kind not in ("slow", "errors")
         ]
         settings.clear()
-    front_ends, given = draw.random() < 0.3, tuple(settings.items())
-    keys = draw.random() < 0.3
+    front_ends, keys = draw.random() < 0.3, draw.random() < 0.3
     draw = random.Random(f"more {seed}")
     for _ in range(draw.choice((0, 0, 0, 1, 2, 3)) if not are_loops else 0):
         at, many = round(draw.uniform(0, seconds * 0.6), 1), draw.randint(4, 50)
@@ -127,9 +129,16 @@ def drawn(seed: int) -> History:
         at = round(draw.uniform(2.0, seconds), 2)
         events.append(Event(at, "freeze", round(draw.uniform(1, 30), 1)))
     adapters = not front_ends and draw.random() < 0.2
+    dimensions, draw = 4, random.Random(f"readers {seed}")
+    if not are_loops and draw.random() < 0.1:
+        dimensions = 2000
+        at, many = round(draw.uniform(0, seconds * 0.6), 1), draw.randint(2, 12)
+        events.append(Event(at, "slow reader", round(draw.uniform(5, 20), 1), many))
+        settings["max_answers_bytes"] = 2**18 * draw.choice((1, 2, 4))
     return History(
-        seed, tuple(sorted(events)), seconds, rate, turn_s, front_ends, keys, adapters, given
-    )
+        seed, tuple(sorted(events)), seconds, rate, turn_s, front_ends, keys, adapters, dimensions,
+        tuple(settings.items()),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -166,7 +175,7 @@ class World:
         self.last: dict[str, Asked] = {}
         self.late: list[Asked] = []
         self.readiness: list[tuple[float, int]] = []
-        self.has_ended = False
+        self.settings = dict(history.settings)
         self._hash = hashlib.sha256()
         self.trace: list[str] = []
 
@@ -191,6 +200,7 @@ class World:
         """Note a broken promise; the history ends."""
         self.note(f"FAILS {reason}")
         self.failures.append(f"{self.lasted_s:.3f} s: {reason}")
+        self.kernel.has_ended = True
 
     def asked(self, asked: Asked) -> int:
         self.requests.append(asked)
@@ -241,11 +251,12 @@ class World:
             self.server = made(
                 self.kernel, Costs(history.tokens_per_s), history.turn_s, self._server_noted,
                 self.fails, dict(history.settings), self._keys(), history.has_adapters,
+                history.dimensions,
             )  # fmt: skip
             try:
                 self.kernel.spawn(self._direct)
-                self.kernel.run(lambda: self.has_ended or bool(self.failures))
-                if not self.has_ended and not self.failures:
+                self.kernel.run()
+                if not self.kernel.has_ended:
                     self.fails("the history does not end")
             finally:
                 self.server.remove()
@@ -253,7 +264,8 @@ class World:
     def _keys(self) -> dict[str, bool]:
         """Return the keys of the clients; those that state time limits have a limit of requests."""
         events = enumerate(self.history.events) if self.history.has_keys else ()
-        return {key_name(f".{number}"): event.kind == "limited" for number, event in events}
+        keys = {key_name(f".{number}"): event.kind == "limited" for number, event in events}
+        return keys and {"key-metrics": False, **keys}
 
     def _direct(self) -> None:
         """Start the clients and the faults in their time, and end the server."""
@@ -282,11 +294,12 @@ class World:
         watching.join()
         kernel.sleep(0.5)
         promises.check_accounts(self)
+        promises.check_metrics(self)
         self.server.is_ending = True
         self._drain(0)
         self.server.keeper.join()
         promises.check_history(self)
-        self.has_ended = True
+        self.kernel.has_ended = True
 
     is_watching = True
 
@@ -295,7 +308,7 @@ class World:
         kernel = self.kernel
         while self.is_watching:
             began = kernel.now
-            status = probe(self, "/readyz", "10.2.0.1")
+            status = int(probe(self, "/readyz").split()[1])
             self.readiness.append((began, status))
             promises.check_readiness(self, began, status)
             promises.check_snapshots(self)
@@ -386,23 +399,23 @@ class World:
             self.kernel.kill(process)
 
     def _reload(self, _: float) -> None:
-        self.note("reload")
-        publish(self.server.store / "models")
+        self.begin_fault("reload", 0.0)
+        self.server.publish()
         self.server.hang_up()
 
     def _bad_reload(self, _: float) -> None:
         """Publish a version whose engine does not open, and ask to serve it; then a good one."""
         self.begin_fault("bad version")
-        publish(self.server.store / "models", is_bad=True)
+        self.server.publish(is_bad=True)
         self.server.hang_up()
         self.kernel.sleep(2.0)
-        publish(self.server.store / "models")
+        self.server.publish()
         self.end_faults("bad version")
 
     def _full_disk(self, _: float) -> None:
         """Reload while the files of a new version, and the keys, are cut off."""
         self.begin_fault("bad version")
-        reference = publish(self.server.store / "models")
+        reference = self.server.publish()
         name, _, version = reference.partition("@")
         folder = self.server.store / "models" / name / version
         (folder / "golden.json").write_text("")
@@ -410,7 +423,7 @@ class World:
         self.server.hang_up()
         self.kernel.sleep(2.0)
         self.server.write_keys()
-        publish(self.server.store / "models")
+        self.server.publish()
         self.end_faults("bad version")
 
     def _clock_jump(self, seconds: float) -> None:
@@ -428,6 +441,15 @@ def play(history: History) -> World:
     world = World(history)
     world.play()
     return world
+
+
+def worlds(seeds: Sequence[int]) -> Iterator[World]:
+    """Yield the world after each history; collections are rare, since each takes 0.1 s."""
+    gc.freeze()
+    for seed in seeds:
+        yield play(drawn(seed))
+        if seed % 10 == 0:
+            gc.collect()
 
 
 def shortest(history: History, fails: Callable[[History], bool]) -> History:

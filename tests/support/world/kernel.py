@@ -109,6 +109,7 @@ class Kernel:
         wall_s: what the wall clock shows beyond the monotonic clock.
         current: the thread that runs.
         switches: number of times that a thread has begun to run.
+        has_ended: whether the history has ended.
     """
 
     def __init__(self, seed: int) -> None:
@@ -117,6 +118,7 @@ class Kernel:
         self.hub = greenlet.getcurrent()
         self.ready: list[Thread] = []
         self.switches = 0
+        self.has_ended = False
         self.on_error: Callable[[str], None] = print
         self.is_reaping = False
         self.processes: list[Process] = []
@@ -173,15 +175,17 @@ class Kernel:
             self._switch()
 
     def _switch(self) -> None:
-        loop = asyncio._get_running_loop()
+        if (loop := asyncio._get_running_loop()) is None:
+            self.hub.switch()
+            return
         asyncio._set_running_loop(None)
         self.hub.switch()
         asyncio._set_running_loop(loop)
 
-    def run(self, until: Callable[[], bool], most_switches: int = 5_000_000) -> None:
-        """Run threads until a condition holds, or until nothing is left to happen."""
+    def run(self, most_switches: int = 5_000_000) -> None:
+        """Run threads until the history has ended, or until nothing is left to happen."""
         ready, timers, choose = self.ready, self._timers, self.random.random
-        while not until() and self.switches < most_switches:
+        while not self.has_ended and self.switches < most_switches:
             if ready:
                 thread = ready.pop(int(choose() * len(ready))) if len(ready) > 1 else ready.pop()
             elif timers:

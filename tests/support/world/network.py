@@ -5,6 +5,7 @@ An end that is not read holds `WINDOW` bytes at most: the sender waits.
 """
 
 import asyncio
+import heapq
 import socket
 from collections import deque
 from collections.abc import Callable
@@ -44,7 +45,11 @@ class Loop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return self.kernel.now
 
-    def select(self, timeout: float | None) -> list[Any]:
+    _ready: Any
+    _scheduled: Any
+    _stopping: bool
+
+    def select(self, timeout: float | None) -> None:
         """Let other threads run, and wait for at most so long."""
         if timeout == 0:
             if self.turn_s:
@@ -55,10 +60,24 @@ class Loop(asyncio.BaseEventLoop):
             self._is_polling = True
             self.kernel.park(timeout)
             self._is_polling = False
-        return []
 
-    def _process_events(self, _: list[Any]) -> None:
-        pass
+    def _run_once(self) -> None:
+        """Run what is ready, as asyncio does, without what only real files and slow callbacks need."""
+        scheduled, ready, timeout = self._scheduled, self._ready, None
+        while scheduled and scheduled[0]._cancelled:
+            heapq.heappop(scheduled)._scheduled = False
+        if ready or self._stopping:
+            timeout = 0.0
+        elif scheduled:
+            timeout = max(0.0, scheduled[0]._when - self.kernel.now)
+        self.select(timeout)
+        while scheduled and scheduled[0]._when <= self.kernel.now + 1e-9:
+            handle = heapq.heappop(scheduled)
+            handle._scheduled = False
+            ready.append(handle)
+        for _ in range(len(ready)):
+            if not (handle := ready.popleft())._cancelled:
+                handle._run()
 
     def _write_to_self(self) -> None:
         if self._is_polling:

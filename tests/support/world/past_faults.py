@@ -80,18 +80,14 @@ def put_back(fault: PastFault) -> None:
 
 def first_failure(seeds: range) -> dict[str, Any]:
     """Return the seed of the first history that fails, what it shows, and the processor time."""
-    import gc
     import logging
 
-    from tests.support.world.history import drawn, play
+    from tests.support.world.history import worlds
 
     logging.disable(logging.CRITICAL)
-    gc.freeze()
-    for seed in seeds:
-        if seed % 10 == 0:
-            gc.collect()
-        if failures := play(drawn(seed)).failures:
-            return {"seed": seed, "shows": failures[0], "seconds": time.process_time()}
+    for seed, world in zip(seeds, worlds(seeds), strict=True):
+        if world.failures:
+            return {"seed": seed, "shows": world.failures[0], "seconds": time.process_time()}
     return {"seed": None, "shows": "NOT FOUND", "seconds": time.process_time()}
 
 

@@ -1,5 +1,6 @@
 """The server of a world: the real service with engines whose runs take simulated time."""
 
+import json
 import math
 import shutil
 import signal
@@ -9,7 +10,7 @@ from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,12 +27,10 @@ from cloze.service.service import Service, single_process
 from cloze.service.settings import Settings
 from cloze.service.tasks import TASKS
 from tests.support import task_model
+from tests.support.sources import ROOT
 from tests.support.world import adapters
 from tests.support.world.kernel import Kernel, Process
 from tests.support.world.network import Listener, Loop
-
-NOISE = (0.93, 0.96, 0.97, 0.98, 0.99, 1.0, 1.01, 1.02, 1.04, 1.08, 1.16, 1.4)
-"""Durations of runs over their median, the quantiles of one run in twelve."""
 
 POISON, BULK = "war", "moon"
 """Words of texts: one that the engine cannot run, and one that marks bulk requests."""
@@ -42,12 +41,17 @@ _MOST_TOKENS, _GOLDEN_TOKENS = 4096, 8
 _STORED = {"size": 1, "sha256": "0" * 64}
 
 
-def publish(root: Path, *, is_bad: bool = False) -> str:
+def publish(root: Path, dimensions: int, *, is_bad: bool = False) -> str:
     """Publish the next version of the model, without weights; return its full name.
 
     The engine of a bad version does not open.
     """
-    embedding = {"dimensions": 4, "pooling": "mean", "normalize": False, "max_tokens": _MOST_TOKENS}
+    embedding = {
+        "dimensions": dimensions,
+        "pooling": "mean",
+        "normalize": False,
+        "max_tokens": _MOST_TOKENS,
+    }
     architecture = task_model.manifest().architecture.model_dump() | {"max_positions": _MOST_TOKENS}
     described = task_model.manifest(
         name="world", tasks=("embed",), heads={}, embedding=embedding, architecture=architecture,
@@ -64,15 +68,40 @@ def publish(root: Path, *, is_bad: bool = False) -> str:
         return store.publish(folder, BundleSpec(**fields)).manifest.reference
 
 
-def vector(text: str, version: int) -> list[float]:
+def vector(text: str, version: int, dimensions: int) -> list[float]:
     """Return the vector that the engine of a version gives for a text."""
     ids = [task_model.CLS, *map(task_model.ID.__getitem__, text.split()), task_model.SEP]
-    return _vector(np.array(ids), version).tolist()
+    return _vector(np.array(ids), version, dimensions).tolist()
 
 
-def _vector(ids: Any, version: int) -> Any:
+def _vector(ids: Any, version: int, dimensions: int) -> Any:
+    made = np.zeros(dimensions, np.float32)
     order = ids @ np.arange(len(ids)) % 65_521  # exact as float32
-    return np.array([ids.sum(), order, len(ids), version], np.float32)
+    made[:4] = ids.sum(), order, len(ids), version
+    return made
+
+
+class Session(NamedTuple):
+    """What runs of a recorded session cost: seconds, and ratios of which each run takes one."""
+
+    fixed: float
+    per_token: float
+    per_pair: float
+    ratios: Sequence[float]
+
+    @classmethod
+    def recorded(cls, name: str) -> "Session":
+        """Return a session of the table that `scripts/engine-times` has recorded."""
+        row = json.loads((ROOT / "tests/simulated/engine-times.json").read_text())["sessions"][name]
+        return cls(*(us / 1e6 for us in row["us"]), [each / 1000 for each in row["permille"]])
+
+    def seconds(self, lengths: Sequence[int]) -> float:
+        """Return the typical time of a batch of sequences with so many tokens."""
+        pairs = sum([length * length for length in lengths])
+        return self.fixed + self.per_token * sum(lengths) + self.per_pair * pairs
+
+
+SHARED, ALONE = map(Session.recorded, ("shared", "alone"))
 
 
 @dataclass
@@ -80,8 +109,7 @@ class Costs:
     """What runs cost, and how they fail at present.
 
     Attributes:
-        tokens_per_s: of one worker, at the recorded noise.
-        overhead_s: of each run.
+        tokens_per_s: of one worker, with texts of 64 tokens; the recorded costs are in proportion.
         slowness: factor of each run.
         error_share: share of the runs that raise.
         hangs: number of runs that will begin and not end.
@@ -89,11 +117,20 @@ class Costs:
     """
 
     tokens_per_s: float
-    overhead_s: float = 0.002
     slowness: float = 1.0
     error_share: float = 0.0
     hangs: int = 0
     is_broken: bool = False
+
+    def run(self, lengths: Sequence[int], *, alone: bool = False) -> tuple[float, Sequence[float]]:
+        """Return the typical time of a run, and the ratios of which it takes one."""
+        session = ALONE if alone else SHARED
+        slower = 64 / SHARED.seconds([64]) / self.tokens_per_s
+        return session.seconds(lengths) * slower, session.ratios
+
+    def seconds(self, lengths: Sequence[int]) -> float:
+        """Return the typical time of a run beside others."""
+        return self.run(lengths)[0]
 
 
 @dataclass(frozen=True)
@@ -121,49 +158,54 @@ class Engine:
     def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
         """Return the vectors of the encodings after the time of the run."""
         if self.adapters is None:
-            return self._run(batch, lambda: [self.version] * len(batch))
+            return self._run(batch, alone, lambda: [self.version] * len(batch))
         registry = self.adapters
         with registry.using([encoding.adapter for encoding in batch]) as used:
             return self._run(
                 batch,
+                alone,
                 lambda: [self.version + 1000 * adapters.number_of(registry, one) for one in used],
             )
 
     def _run(
-        self, batch: Sequence[Encoding], versions: Callable[[], list[int]]
+        self, batch: Sequence[Encoding], alone: bool, versions: Callable[[], list[int]]
     ) -> list[HeadOutputs]:
         kernel, costs, random = self._kernel, self._costs, self._kernel.random
-        tokens = sum(len(encoding) for encoding in batch)
-        self._hang(tokens, known=self._has_run)
+        lengths = [len(encoding.input_ids) for encoding in batch]
+        seconds, ratios = costs.run(lengths, alone=alone)
+        self._hang(seconds, ratios, known=self._has_run)
         self._has_run = True
-        seconds = costs.overhead_s + tokens / costs.tokens_per_s
-        kernel.sleep(seconds * costs.slowness * random.choice(NOISE))
+        kernel.sleep(seconds * costs.slowness * random.choice(ratios))
         poison = task_model.ID[POISON]
         if costs.is_broken or random.random() < costs.error_share:
             raise RuntimeError("the device fails")
         if any(poison in encoding.input_ids for encoding in batch):
             raise RuntimeError("a poisoned encoding")
         bulk = sum(len(e) for e in batch if task_model.ID[BULK] in e.input_ids)
-        self._server.ran(tokens, bulk)
-        vectors = map(_vector, [encoding.input_ids for encoding in batch], versions())
-        return [{"embedding": ArrayResult(one)} for one in vectors]
+        self._server.ran(sum(lengths), bulk)
+        dimensions = self._server.dimensions
+        return [
+            {"embedding": ArrayResult(_vector(encoding.input_ids, version, dimensions))}
+            for encoding, version in zip(batch, versions(), strict=True)
+        ]
 
-    def _hang(self, tokens: int, *, known: bool) -> None:
+    def _hang(self, seconds: float, ratios: Sequence[float], *, known: bool) -> None:
         """Never return, if this run is to hang; `known`: whether such a run was measured."""
         costs, server = self._costs, self._server
         if costs.hangs:
             costs.hangs -= 1
-            run_s = 1.5 * costs.slowness * (costs.overhead_s + tokens / costs.tokens_per_s)
+            run_s = max(ratios) * costs.slowness * seconds  # as slow as any measured run
             server.hung = self
             server.dead_at = self._kernel.now + 10 * (run_s if known else 6.0) + 8.0
-            server.noted("hangs", "engine", tokens)
+            server.noted("hangs", "engine", seconds)
             self._kernel.park()
 
     def probe(self) -> None:
         """Run the golden outputs."""
         # After an error, the limit is that of the run.
-        self._hang(_GOLDEN_TOKENS, known=self._has_probed and not self._costs.error_share)
-        self._kernel.sleep(self._costs.overhead_s + _GOLDEN_TOKENS / self._costs.tokens_per_s)
+        seconds, ratios = self._costs.run([_GOLDEN_TOKENS])
+        self._hang(seconds, ratios, known=self._has_probed and not self._costs.error_share)
+        self._kernel.sleep(seconds)
         if self._costs.is_broken:
             raise RuntimeError("other golden outputs")
         self._has_probed = True
@@ -178,6 +220,7 @@ class Server:
         noted: called with what a process did, its name, and a value.
         failed: called with an error that no code handles.
         has_adapters: whether the model has adapters.
+        dimensions: of the vectors.
         keys: the API keys, and whether each has a limit; none: no key is needed.
         downtime_s: seconds until the process starts again.
         listener: the socket to which clients connect.
@@ -198,6 +241,7 @@ class Server:
     settings: dict[str, Any]
     keys: dict[str, bool]
     has_adapters: bool = False
+    dimensions: int = 4
     downtime_s: float = 1.0
     process: Process | None = None
     services: dict[Process, tuple[Service, Any]] = field(default_factory=dict)
@@ -211,16 +255,22 @@ class Server:
     def __post_init__(self) -> None:
         shared = Path("/dev/shm")
         self.store = Path(mkdtemp(prefix="world-", dir=shared if shared.is_dir() else None))
-        publish(self.store / "models")
+        self.publish()
         self.write_keys()
-        adapters.write(self.store / "adapters")
+        if self.has_adapters:
+            adapters.write(self.store / "adapters")
         self.listener = Listener(self.kernel)
         self.keeper = self.kernel.spawn(self._keep)
+
+    def publish(self, *, is_bad: bool = False) -> str:
+        """Publish the next version of the model; see `publish`."""
+        return publish(self.store / "models", self.dimensions, is_bad=is_bad)
 
     def write_keys(self) -> None:
         """Write the keys of clients; a limited one may send 60 requests per minute."""
         tables = [
-            f'[{name}]\nsha256 = "{sha256(name.encode()).hexdigest()}"\nscopes = ["inference"]\n'
+            f'[{name}]\nsha256 = "{sha256(name.encode()).hexdigest()}"\n'
+            f'scopes = ["{"metrics" if name == "key-metrics" else "inference"}"]\n'
             f"{'requests_per_minute = 60' if limited else ''}\n"
             for name, limited in self.keys.items()
         ]

@@ -116,15 +116,26 @@ class ExpectedWait(NamedTuple):
 
     Attributes:
         seconds: seconds until its first batch starts.
-        per_request_s: seconds by which each such request delays the next one.
+        per_request_s: seconds in which its line works off one such request. For example, 4 of 10
+            waiting requests are in its line, so this is the time of 2.5 requests.
         requests: number of the client's requests in the process that have not ended.
         ahead: number of tokens that wait in its line.
+        clients: number of clients that have at least a quarter as many requests in the process as
+            the one that has the most. For example, with 64, 20 and 4 requests, two clients count.
+        lasts_s: seconds from the start of the first batch to the end of the last one.
     """
 
     seconds: float
     per_request_s: float
     requests: int = 0
     ahead: int = 0
+    clients: int = 1
+    lasts_s: float = 0.0
+
+    @property
+    def end_s(self) -> float:
+        """Seconds until the request has ended."""
+        return self.seconds + self.lasts_s
 
 
 class QueueState(NamedTuple):

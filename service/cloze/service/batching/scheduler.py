@@ -124,8 +124,8 @@ class Scheduler:
             if self._queue.tokens and not terms.later_round:
                 self._admission.check(submission, now)
             self._queue.add(submission)
-            self._activity.requests[terms.client] += 1
             if not terms.is_bulk:
+                self._activity.requests[terms.client] += 1
                 self._activity.asked = now
             submission.add_done_callback(self._forget)
             self._changed.notify(submission.missing)
@@ -139,7 +139,8 @@ class Scheduler:
         if line.is_bulk or self._queue.tokens or unsubmitted:
             return self._admission.expected_wait(client, line, tokens, unsubmitted)
         rate, requests = self._admission.rate, self._activity.requests[client]
-        return ExpectedWait(0.0, tokens / rate if rate else 0.0, requests)  # the queue is empty
+        each_s = tokens / rate if rate else 0.0  # the queue is empty
+        return ExpectedWait(0.0, each_s, requests, lasts_s=each_s)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Fail pending requests and end the threads; see `fair_queue.Queue`."""
@@ -367,7 +368,7 @@ class Scheduler:
         with self._lock:
             self._queue.forget(request)
             requests, client = self._activity.requests, request.terms.client
-            requests[client] -= 1
+            requests[client] -= not request.terms.is_bulk
             if not requests[client]:
                 del requests[client]
 

@@ -143,15 +143,22 @@ class Gate:
         line = LineKey.of(tokens, request.stated_s, is_bulk=request.is_bulk)
         if not request.terms_problem:  # else the handler writes that error
             unstarted = self._starts.unsubmitted[client, line]
-            wait, model = min(
-                (one.queue.expected_wait(client, line, tokens, unstarted), one.reference)
-                for one in served
+            wait, number = min(
+                (one.queue.expected_wait(client, line, tokens, unstarted), number)
+                for number, one in enumerate(served)
             )
             if wait.seconds or self._starts.waiting or self._returns.refused:
-                self._check(request, model, wait)
+                self._check(request, served[number], wait, line, tokens)
         await self._starts.wait(client, line, tokens)
 
-    def _check(self, request: ServedRequest, model: str, wait: ExpectedWait) -> None:
+    def _check(
+        self,
+        request: ServedRequest,
+        model: GateModel,
+        wait: ExpectedWait,
+        size: LineKey,
+        tokens: int,
+    ) -> None:
         """Raise `Overloaded` if a request may not wait so long, or others come before it.
 
         `model` has the shortest queue, where the request would wait.
@@ -160,18 +167,21 @@ class Gate:
         if starts.waiting:
             wait = starts.with_start(wait, request.client)
         excess_s = partial(limits.excess_s, wait, request.stated_s, is_bulk=request.is_bulk)
-        line = _refused_line(request, model, errors.Rejection.WAIT)
-        if excess_s(share=returns.share(request.connection, line, request.arrived)) <= 0:
+        line = _refused_line(request, model.reference, errors.Rejection.WAIT)
+        before = returns.before(request.connection, line, request.arrived)
+        if excess_s(before=before) <= 0:
             returns.admitted(request)
             return
-        request.model = model
+        request.model = model.reference
         room_s = excess_s()
         message = "requests that were refused before go first"
         if room_s > 0:
             message = limits.describe_excess(wait, request.stated_s)
-        raise errors.Overloaded(
-            message, max(0.0, room_s), errors.Rejection.WAIT, wait.per_request_s
-        )
+        each_s = wait.per_request_s
+        if before:  # as if those waited that come before it
+            wait = model.queue.expected_wait(request.client, size, tokens, before * tokens)
+            each_s = min(each_s, wait.per_request_s)
+        raise errors.Overloaded(message, max(0.0, room_s), errors.Rejection.WAIT, each_s)
 
     async def refused(self, request: ServedRequest, error: errors.Overloaded) -> None:
         """Set when a refused request may come back, and hold its refusal."""

@@ -11,13 +11,6 @@ from cloze.service.core import ServedRequest
 from cloze.service.errors import Rejection
 from cloze.service.http.routes import Connection
 
-_SHARE_OF_NEW = 0.5
-"""Share of the limits for new requests while refused ones are due to come back.
-
-The rest is for those, which may come in bursts, since `Retry-After` has whole seconds. With three
-quarters, 84 % of 1,000 connections that wait are admitted when they come back, with half 100 %.
-"""
-
 _EARLY_S = 0.005
 """How much earlier than told a client may come; timers and clocks are not exact."""
 
@@ -39,7 +32,7 @@ class RefusedLine(NamedTuple):
     is_bulk: bool
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Refused:
     """The last refusal of a connection."""
 
@@ -71,16 +64,18 @@ class Returns:
     def __init__(self, processes: int = 1) -> None:
         self._processes = processes
         self._last: dict[RefusedLine, float] = {}  # the latest time that was told
+        self._due: dict[RefusedLine, dict[_Refused, None]] = {}  # in the order of their times
         self.refused: dict[Connection | None, _Refused] = {}
 
-    def share(self, connection: Connection | None, line: RefusedLine, now: float) -> float:
-        """Return the share of the limits that a request may use; all if it comes back as told."""
-        if self._last.get(line, 0.0) <= now:
-            return 1.0
+    def before(self, connection: Connection | None, line: RefusedLine, now: float) -> int:
+        """Return how many refused requests go before one: none if it comes back as told."""
+        due = self._due.get(line, {})
+        while due and (first := next(iter(due))).at <= now:
+            del due[first]
         refused = self.refused.get(connection)
-        if refused is None or refused.line != line or refused.over is not None:
-            return _SHARE_OF_NEW
-        return 1.0 if now >= refused.at - _EARLY_S else _SHARE_OF_NEW
+        if refused is not None and refused.line == line and refused.over is None:
+            return 0 if now >= refused.at - _EARLY_S else len(due)
+        return len(due)
 
     def refuse(
         self, request: ServedRequest, line: RefusedLine, now: float, room_s: float, each_s: float
@@ -111,16 +106,18 @@ class Returns:
         self._give_back(connection, now)
         if len(self._last) >= _MOST_LINES:
             self._last.clear()
-        last = self._last.get(line, 0.0)
+            self._due.clear()
+        last, each_s = self._last.get(line, 0.0), each_s * self._processes
         at = now + max(room_s, 0.05)
         if not is_exact:
-            if last > now:
-                at = max(at, last + each_s * self._processes)
+            if last > now:  # room may come sooner than when the others were told their times
+                at = max(at, min(last + each_s, at + each_s * len(self._due.get(line, ()))))
             at = min(at, now + _LONGEST_S)
         moved_s = max(0.0, at - max(last, now))
         self._last[line] = max(last, at)
         if connection is not None:
-            self.refused[connection] = _Refused(line, at, moved_s, early)
+            self.refused[connection] = refused = _Refused(line, at, moved_s, early)
+            self._due.setdefault(line, {})[refused] = None
         return at - now, hold_s
 
     def admitted(self, request: ServedRequest) -> None:
@@ -140,3 +137,4 @@ class Returns:
         if refused is not None and refused.at > now and refused.line in self._last:
             self._last[refused.line] -= refused.moved_s
             refused.moved_s = 0.0
+            self._due.get(refused.line, {}).pop(refused, None)

@@ -57,7 +57,8 @@ class Full:
         is_bulk: bool = False,
     ) -> ExpectedWait:
         line = LineKey.of(tokens, timeout_s, is_bulk=is_bulk)
-        return self.admission.expected_wait(client, line, tokens, unsubmitted)._replace(ahead=0)
+        wait = self.admission.expected_wait(client, line, tokens, unsubmitted)
+        return wait._replace(ahead=0, per_request_s=round(wait.per_request_s, 2))
 
     def put(
         self,
@@ -107,8 +108,12 @@ def test_the_rate_is_a_mean_of_batches_times_the_workers() -> None:
     full.ended(10, 100.0)
     assert full.admission.tokens_per_s == pytest.approx(100)
     full.ended(10, 200.0)
-    assert full.admission.tokens_per_s == pytest.approx(110)
-    assert full.admission.rate == pytest.approx(330)
+    assert full.admission.tokens_per_s == pytest.approx(150)
+    for _ in range(8):
+        full.ended(10, 150.0)
+    full.ended(10, 250.0)
+    assert full.admission.tokens_per_s == pytest.approx(160)
+    assert full.admission.rate == pytest.approx(480)
 
 
 def test_a_queue_that_drains_slowly_has_that_rate() -> None:
@@ -151,22 +156,27 @@ def test_a_model_that_begins_to_work_slows_the_others_at_once() -> None:
     assert full.admission.rate == 2000
 
 
+def waits(seconds: float, lasts_s: float, each_s: float | None = None) -> ExpectedWait:
+    """Return the expected wait of a client without requests."""
+    return ExpectedWait(seconds, lasts_s if each_s is None else each_s, lasts_s=lasts_s)
+
+
 def test_a_request_waits_for_its_line_while_others_get_as_much() -> None:
     full = Full()
-    assert full.wait("a", 10, None) == ExpectedWait(0.0, 1.0)
+    assert full.wait("a", 10, None) == waits(0.0, 1.0)
     full.put(20)
-    assert full.wait("a", 10, None) == ExpectedWait(2.0, 1.0)
-    assert full.wait("a", 10, None, 30) == ExpectedWait(5.0, 1.0)
+    assert full.wait("a", 10, None) == waits(2.0, 1.0)
+    assert full.wait("a", 10, None, 30) == waits(5.0, 1.0)
     # Of another client: nothing waits in its line, and the two share the workers.
-    assert full.wait("b", 10, None) == ExpectedWait(0.0, 2.0)
-    assert full.wait("b", 10, None, 5) == ExpectedWait(1.0, 2.0)
-    assert full.wait("b", 10, None, 50) == ExpectedWait(7.0, 2.0), "at most all"
+    assert full.wait("b", 10, None) == waits(0.0, 2.0)
+    assert full.wait("b", 10, None, 5) == waits(1.0, 2.0)
+    assert full.wait("b", 10, None, 50) == waits(7.0, 2.0, 1.33), "at most all"
     # Another line of the client: the two lines share the client's turn.
-    assert full.wait("a", 200, None, 5) == ExpectedWait(1.0, 22.5)
-    assert full.wait("a", 10, 4.0, 50) == ExpectedWait(10.0, 2.0)
+    assert full.wait("a", 200, None, 5) == waits(1.0, 22.5, 21.95)
+    assert full.wait("a", 10, 4.0, 50) == waits(10.0, 2.0, 1.33)
     full.put(1, "b")
     # At most all that waits, but never less than what waits in the line itself.
-    assert full.wait("a", 10, 4.0, 50) == ExpectedWait(10.0, 4.0)
+    assert full.wait("a", 10, 4.0, 50) == waits(10.0, 4.0, 1.35)
 
 
 def test_a_line_may_take_half_of_what_is_left() -> None:
@@ -240,27 +250,53 @@ def test_a_client_may_have_64_requests_waiting_however_long_the_wait_is() -> Non
     assert "allows 2.5 s, and more for the first 64 requests of a client" in str(error)
 
 
+def test_clients_share_the_time_of_their_free_requests() -> None:
+    full = Full(waits=DEFAULT)
+    for client, many in (("a", 32), ("b", 32), ("c", 8), ("d", 7)):
+        for _ in range(many):
+            full.put(1, client)
+        full.activity.requests[client] = many
+    assert full.wait("c", 1, None).clients == 3, "d has less than a quarter of 32"
+    assert full.refusal(1, 30.0, "c") is None
+    error = full.refused(1, 30.0, "a")
+    assert "of a client if they end within 5 s" in str(error)
+    assert error.retry_after_s == pytest.approx(3.3), "it would end after 8.3 s"
+
+
+def test_bulk_requests_have_no_free_ones_since_others_may_take_their_rate() -> None:
+    wait = ExpectedWait(3.0, 0.1, 5)
+    assert DEFAULT.excess_s(wait, None) <= 0
+    assert DEFAULT.excess_s(wait, None, is_bulk=True) == 0.5
+
+
+def test_a_wait_that_an_operator_has_set_is_exact() -> None:
+    exact = WaitLimits.of(2500, 30_000)
+    assert exact.excess_s(ExpectedWait(2.5, 0.1, 0), None) <= 0
+    assert exact.excess_s(ExpectedWait(2.6, 0.1, 0), None) == pytest.approx(0.1)
+
+
 @pytest.mark.parametrize(
-    ("wait", "stated_s", "options", "excess_s"),
+    ("wait", "stated_s", "before", "excess_s"),
     [
-        (ExpectedWait(2.5, 1.0, 100), None, {}, 0.0),
-        (ExpectedWait(3.0, 0.1, 100), None, {}, 0.5),
-        (ExpectedWait(3.0, 0.1, 65), None, {}, 0.2),
-        (ExpectedWait(3.0, 0.1, 63), None, {}, 0.0),
-        # Bulk requests have no free ones, since others may take their rate.
-        (ExpectedWait(3.0, 0.1, 5), None, {"is_bulk": True}, 0.5),
-        (ExpectedWait(3.0, 0.1, 50), None, {"share": 0.75}, 0.3),
-        (ExpectedWait(2.0, 0.1, 100), None, {"share": 0.75}, 0.125),
-        (ExpectedWait(2.9, 0.1, 0), 6.0, {}, 0.0),
-        (ExpectedWait(2.9, 0.1, 0), 4.0, {}, 1.0),
-        (ExpectedWait(0.0, 9.0, 0), 4.0, {}, 0.0),
-        # A wait that an operator has set is exact.
-        (ExpectedWait(2.5, 0.1, 0), None, {"of": WaitLimits.of(2500, 30_000)}, 0.0),
-        (ExpectedWait(2.6, 0.1, 0), None, {"of": WaitLimits.of(2500, 30_000)}, 0.1),
+        (ExpectedWait(2.5, 1.0, 100), None, 0, 0.0),
+        (ExpectedWait(3.0, 0.1, 100), None, 0, 0.5),
+        (ExpectedWait(3.0, 0.1, 65), None, 0, 0.2),
+        (ExpectedWait(3.0, 0.1, 63), None, 0, 0.0),
+        (ExpectedWait(3.0, 0.1, 50), None, 16, 0.3),
+        (ExpectedWait(3.0, 0.1, 50), None, 99, 1.75),
+        (ExpectedWait(2.0, 0.1, 100), None, 6, 0.1),
+        (ExpectedWait(2.0, 0.1, 100), None, 99, 0.75),
+        (ExpectedWait(4.0, 0.1, 60, clients=3), None, 0, -0.3),
+        (ExpectedWait(5.0, 0.1, 60, clients=3), None, 0, 0.1),
+        (ExpectedWait(3.0, 0.1, 9, clients=8), None, 0, 0.5),
+        (ExpectedWait(2.9, 0.1, 0), 6.0, 0, 0.0),
+        (ExpectedWait(2.9, 0.1, 0), 4.0, 0, 1.0),
+        (ExpectedWait(1.8, 0.1, 0), 4.0, 3, 0.2),
+        (ExpectedWait(0.0, 9.0, 0), 4.0, 3, 0.0),
     ],
 )
 def test_how_long_a_request_has_to_wait_for_room(
-    wait: ExpectedWait, stated_s: float | None, options: dict[str, Any], excess_s: float
+    wait: ExpectedWait, stated_s: float | None, before: int, excess_s: float
 ) -> None:
-    limits = options.pop("of", DEFAULT)
-    assert limits.excess_s(wait, stated_s, **options) == pytest.approx(excess_s)
+    wait = wait._replace(lasts_s=wait.per_request_s)
+    assert DEFAULT.excess_s(wait, stated_s, before=before) == pytest.approx(excess_s)

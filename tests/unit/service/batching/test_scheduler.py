@@ -244,7 +244,9 @@ def test_a_full_queue_admits_all_or_none_and_a_later_round_and_an_empty_one_alwa
 def test_requests_are_counted_by_client_until_they_end() -> None:
     made = stepped()
     futures = [submit(made, [sized(5)], later(), client=client) for client in "aab"]
+    bulk = submit(made, [sized(5)], later(), client="c", is_bulk=True)
     assert made._activity.requests == {"a": 2, "b": 1}
+    bulk.cancel()
     assert made.expected_wait("a", LineKey(0, 0), 5).requests == 2
     for future in futures:
         future.cancel()

@@ -44,7 +44,7 @@ class Waiting:
         self, client: str, line: LineKey, tokens: int, unsubmitted: int = 0
     ) -> ExpectedWait:
         self.asked.append((client, line, tokens, unsubmitted))
-        return ExpectedWait(self.seconds, 0.5)
+        return ExpectedWait(self.seconds, 0.5, lasts_s=0.5)
 
     def submit(self, *_: Any) -> None:
         raise NotImplementedError
@@ -176,15 +176,15 @@ async def test_odd_answers_say_little(
     assert queue.asked[0][2] == expected
 
 
-async def test_half_of_the_wait_is_kept_for_those_that_come_back() -> None:
+async def test_those_that_come_back_find_the_room_that_they_need() -> None:
     queue, connection = Waiting(5.0), Open()
     gated = Gated(queue)
-    assert await gated.told_s(connection=connection) == pytest.approx(3.0)
-    queue.seconds = 1.75
+    assert [await gated.told_s(connection=one) for one in (connection, Open())] == [3.0, 3.5]
+    queue.seconds = 1.25
     assert str(await gated.ask(connection=Open())) == ("requests that were refused before go first")
     assert await gated.ask(client="b") is None, "another client's line is not full"
     queue.seconds = 1.0
-    assert await gated.ask(connection=Open()) is None, "half of the wait"
+    assert await gated.ask(connection=Open()) is None, "two need a second"
     queue.seconds = 2.0
     await asyncio.sleep(3.0)
     assert await gated.ask(connection=Open()) is not None, "the second one is still to come"

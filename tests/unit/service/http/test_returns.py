@@ -40,7 +40,8 @@ class Told:
 def test_refused_requests_come_back_one_after_another() -> None:
     made = Told()
     assert [made.refuse(Open(), 100.0)[0] for _ in range(3)] == [2.0, 2.5, 3.0]
-    assert made.refuse(Open(), 101.0, 0.1)[0] == 2.5, "half a second after 103"
+    assert made.refuse(Open(), 101.0, 1.0)[0] == 2.5, "half a second after 103"
+    assert made.refuse(Open(), 101.0, 0.1)[0] == pytest.approx(2.1), "four are due in two seconds"
     assert made.refuse(Open(), 101.0, 9.0)[0] == 9.0
     other = LINE._replace(client="b")
     assert made.refuse(Open(), 101.0, 0.1, line=other)[0] == pytest.approx(0.1)
@@ -51,13 +52,26 @@ def test_each_of_several_processes_tells_its_part_of_the_rate() -> None:
     assert [made.refuse(Open(), 100.0)[0] for _ in range(3)] == [2.0, 4.0, 6.0]
 
 
+def test_those_that_are_due_go_before_others_until_their_time() -> None:
+    made, first, second = Told(), Open(), Open()
+    for connection in (first, second):
+        made.refuse(connection, 100.0)
+    before = made.returns.before
+    assert (before(Open(), LINE, 101.0), before(second, LINE, 101.0)) == (2, 2)
+    assert (before(Open(), LINE, 102.2), before(second, LINE, 102.2)) == (1, 1)
+    assert before(first, LINE, 102.2) == 0, "it comes as told"
+    assert before(Open(), LINE._replace(client="b"), 101.0) == 0
+    made.admit(second, 102.2)
+    assert before(Open(), LINE, 102.2) == 0
+
+
 def test_a_time_is_given_back_by_who_is_admitted_early_or_leaves() -> None:
     made, first, second = Told(), Open(), Open()
     for connection in (first, second):
         made.refuse(connection, 100.0)
     made.admit(second, 101.0)
     made.returns.closed(second, 101.0)
-    assert made.refuse(Open(), 101.0, 0.1)[0] == pytest.approx(1.5), "at 102.5 again"
+    assert made.refuse(Open(), 101.0, 1.0)[0] == pytest.approx(1.5), "at 102.5 again"
     made.returns.closed(Open(), 101.0)
 
 

@@ -166,23 +166,25 @@ def _pack(
     feeds: Feeds = {ENTITY_WORDS.name: words, ENTITY_WORD_COUNTS.name: counts}
     options = graph.options.get(HEAD.name)
     if isinstance(options, EntityOptions) and options.label_size is not None:
-        given = [one.vectors for _, one in asked]
-        return feeds | {ENTITY_LABEL_VECTORS.name: _vectors(given, options.label_size)}
+        vectors = _vectors([one for _, one in asked], options.label_size)
+        return feeds | {ENTITY_LABEL_VECTORS.name: vectors}
     return feeds | {ENTITY_LABELS.name: labels}
 
 
-def _vectors(given: Sequence[NDArray[np.float32] | None], size: int) -> NDArray[np.float32]:
+def _vectors(asked: Sequence[EntityRequest], size: int) -> NDArray[np.float32]:
     """Return the vectors [v, l, d] of the labels of texts, once if all texts share them.
 
-    The texts of a request share one array. The graph multiplies vectors by as many weights as a
-    text of 100 words, so that 1,000 labels per text would cost more than a short text itself.
+    The texts of a request share one array. The graph multiplies each vector by a matrix: of 1,000
+    labels per text, this would cost more than the encoder of a short text.
     """
-    arrays = [one for one in given if one is not None]
-    if arrays and all(one is arrays[0] for one in arrays):
-        return arrays[0][None]
-    vectors = np.zeros((max(1, len(given)), max(map(len, arrays), default=0), size), np.float32)
-    for row, one in zip(vectors, arrays, strict=False):
-        row[: len(one)] = one
+    first = asked[0].vectors if asked else None
+    if first is not None and all(one.vectors is first for one in asked):
+        return first[None]
+    most_labels = max((one.label_count for one in asked), default=0)
+    vectors = np.zeros((max(1, len(asked)), most_labels, size), np.float32)
+    for row, one in zip(vectors, asked, strict=False):
+        if one.vectors is not None:
+            row[: len(one.vectors)] = one.vectors
     return vectors
 
 

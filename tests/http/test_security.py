@@ -49,7 +49,12 @@ class Guarded:
 def guarded(tiny_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     file = tmp_path_factory.mktemp("keys") / "keys.toml"
     keys = {}
-    for name, words in {"team": (), "scraper": ("--scope", "metrics")}.items():
+    options = {
+        "team": (),
+        "scraper": ("--scope", "metrics"),
+        "gone": ("--expires", "2020-01-31"),
+    }
+    for name, words in options.items():
         made = cloze("keys", "add", name, "--file", str(file), *words)
         assert made.returncode == 0, made.stderr
         keys[name] = made.stdout.strip()

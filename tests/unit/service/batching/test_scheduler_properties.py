@@ -1,9 +1,11 @@
 """The scheduler alone, on the fake engine: properties over random arrivals, and its workers."""
 
+import re
 import threading
 import time
 from concurrent.futures import Future, wait
 from dataclasses import replace
+from queue import Queue
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -11,8 +13,8 @@ from hypothesis import strategies as st
 
 from cloze.model_store.batch import Encoding
 from cloze.service.batching.admission import SchedulerLimits
-from cloze.service.core import BatchReport, BatchResult
-from cloze.service.errors import DeadlineExceeded, EngineFailed
+from cloze.service.core import BatchFill, BatchReport, BatchResult
+from cloze.service.errors import DeadlineExceeded, EngineDead, EngineFailed
 from tests.support.encodings import later, sized, submit
 from tests.support.fake_engine import FakeEngine, running
 from tests.support.waiting import wait_until
@@ -158,3 +160,28 @@ def test_one_worker_is_left_to_questions_while_they_come(workers: int) -> None:
         engine.gate.set()
         assert sums(question) == [3.0]
         assert sums(bulk) == [64.0] * 8
+
+
+def test_a_run_that_hangs_is_a_dead_engine() -> None:
+    engine = FakeEngine()
+    with running(engine, replace(LIMITS, workers=1, stall_timeout_s=0.2)) as scheduler:
+        assert sums(submit(scheduler, [sized(3)], later())) == [3.0]  # measures the engine
+        engine.gate.clear()
+        futures = [submit(scheduler, [sized(length)], later()) for length in (3, 4)]
+        for future in futures:
+            assert isinstance(future.exception(WAIT_S), EngineDead)
+        assert re.fullmatch(r"a run took longer than 0\.[2-9] s", str(scheduler.dead_reason))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_engine_that_is_lost_while_nobody_asks_is_dead(workers: int) -> None:
+    engine, deaths, reports = FakeEngine(), Queue(), list[BatchReport]()
+    limits = replace(LIMITS, workers=workers, canary_s=0.01)
+    with running(engine, limits, on_batch=reports.append, on_dead=deaths.put) as scheduler:
+        wait_until(lambda: len(reports) > 1)
+        assert {report.fill for report in reports} == {BatchFill.CANARY}
+        assert sums(submit(scheduler, [sized(3)], later())) == [3.0]
+        engine.broken = True
+        reason = deaths.get(timeout=WAIT_S)
+    assert reason == "it could not repeat its golden outputs while idle (RuntimeError)"
+    assert scheduler.dead_reason == reason

@@ -7,12 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import (
-    BertForPreTraining,
-    BertForSequenceClassification,
-    BertForTokenClassification,
-)
 
 from cloze.export.errors import ExportError
 from cloze.export.heads import NEXT_SENTENCE
@@ -136,7 +132,7 @@ def test_rows_beyond_the_vocabulary_are_never_read(spare: int, tmp_path: Path) -
     checkpoint = load_checkpoint(str(folder))
     note = f"{spare} of the {rows} rows of the embeddings belong to no token"
     assert (note in str(checkpoint.notes)) == (spare >= 128)
-    network = BertForPreTraining.from_pretrained(folder)
+    network = transformers.BertForPreTraining.from_pretrained(folder)
     with torch.no_grad():
         expected = network(IDS).prediction_logits
         assert checkpoint.model.masked_lm is not None
@@ -163,7 +159,8 @@ def test_without_a_class_the_task_says_which_head_the_tensors_are(
     task: str, tmp_path: Path
 ) -> None:
     is_of_texts = task.startswith("text")
-    kind = BertForSequenceClassification if is_of_texts else BertForTokenClassification
+    name = "sequence_classification" if is_of_texts else "token_classification"
+    kind = getattr(transformers, f"BertFor{name.title().replace('_', '')}")
     tiny.CLASSES["bert-unnamed"] = kind
     folder = save_checkpoint(tmp_path / "unnamed", "bert-unnamed", num_labels=3)
     edit_config(folder, architectures=None)
@@ -171,7 +168,6 @@ def test_without_a_class_the_task_says_which_head_the_tensors_are(
     assert tasks(loaded.heads) == ["embed", "embed-all", "embed-layers"]
     assert f"names no class, not {kind.__name__}; --task {task} takes them" in str(loaded.notes)
     bundle = export(str(folder), "x", Store(tmp_path / "store"), ExportOptions(tasks=(task,)))
-    name = task.replace("text-", "sequence-").replace("-", "_")
     assert bundle.manifest.heads[name].labels == ("LABEL_0", "LABEL_1", "LABEL_2")  # type: ignore[attr-defined]
     with torch.no_grad():
         expected = kind.from_pretrained(folder)(IDS).logits

@@ -9,19 +9,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from torch import Tensor
-from transformers import (
-    AutoModelForMaskedLM,
-    AutoTokenizer,
-    BertConfig,
-    BertForMaskedLM,
-    BertForPreTraining,
-    BertModel,
-    DistilBertForMaskedLM,
-)
+from transformers import AutoModelForMaskedLM, AutoTokenizer, BertForMaskedLM, BertForPreTraining
 
 from cloze.export.errors import TrainError
 from cloze.export.families import FAMILIES
@@ -99,7 +92,9 @@ def trained(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bert(kind: Any = BertForPreTraining, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = BertConfig(**sizes, intermediate_size=64, max_position_embeddings=66, vocab_size=60)
+    config = transformers.BertConfig(
+        **sizes, intermediate_size=64, max_position_embeddings=66, vocab_size=60
+    )
     network = kind(config).eval()
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
@@ -185,7 +180,7 @@ def test_span_boundary() -> None:
 def test_replaced_tokens() -> None:
     """Clark et al. 2020, section 2, with a generator that is sure of one token."""
     sure = 17
-    generator, encoder = bert(BertForMaskedLM), bert(BertModel, seed=5)
+    generator, encoder = bert(BertForMaskedLM), bert(transformers.BertModel, seed=5)
     generator.cls.predictions.bias[sure] = 1e4
     batch = batch_of(tokens())
     batch.labels[1] = sure  # a right guess is no replacement
@@ -246,7 +241,7 @@ KINDS: dict[str, tuple[dict[str, Any], Any]] = {
     "masked": ({}, BertForPreTraining),
     "order": ({"unit": "whole-word", "sentence": "sop"}, BertForMaskedLM),
     "spans": (SPANS_OF_WORDS, BertForMaskedLM),
-    "replaced": ({"method": "rtd", "sentence": "none"}, BertModel),
+    "replaced": ({"method": "rtd", "sentence": "none"}, transformers.BertModel),
 }
 """Kinds of runs from nothing, and the class of the result in transformers."""
 
@@ -390,7 +385,7 @@ def test_the_student_computes_as_the_kept_layers_of_the_teacher() -> None:
     assert [kept_layers(n, max(1, n // 2)) for n in (4, 2, 1)] == [[0, 3], [1], [0]]
     teacher = bert(BertForMaskedLM)
     student = make_student(teacher, dropout=0.0).eval()
-    assert type(student) is DistilBertForMaskedLM
+    assert type(student) is transformers.DistilBertForMaskedLM
     teacher.bert.encoder.layer = torch.nn.ModuleList([teacher.bert.encoder.layer[1]])
     ids = tokens()
     torch.testing.assert_close(student(ids).logits, teacher(ids).logits, atol=1e-4, rtol=1e-4)

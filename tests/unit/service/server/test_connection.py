@@ -124,6 +124,11 @@ class World:
             await self.release.wait()
         await send({"type": "http.response.body", "body": b"ok"})
 
+    async def answer(self) -> None:
+        """Let the requests that hang be answered."""
+        self.release.set()
+        await settle(60)
+
     def connect(self, address: str = "192.0.2.1") -> Transport:
         transport = Transport(address)
         transport.protocol = ServerProtocol(
@@ -347,8 +352,7 @@ async def test_a_connection_that_sends_headers_makes_room_for_a_new_one() -> Non
     await second.send(post("/hang") + GET[:9])
     assert world.connect().is_closing(), "its request runs"
     await settle()
-    world.release.set()
-    await settle()
+    await world.answer()
     assert not world.connect().is_closing()
     assert second.is_closing()
 
@@ -450,16 +454,14 @@ async def test_requests_of_a_pipeline_are_answered_in_their_turn() -> None:
     await transport.send(post("/hang") + post("/full") + post() + post("/full"))
     assert transport.writes == []
     assert [scope["path"] for scope in world.seen] == ["/hang"]
-    world.release.set()
-    await settle(60)
+    await world.answer()
     assert statuses(transport) == [200, 429, 200, 429]
     assert [scope["path"] for scope in world.seen] == ["/hang", "/full", "/embed", "/full"]
     world.release.clear()
     transport.writes.clear()
     await transport.send(post("/begins") + post("/embed") + GET)
     assert transport.writes == [], "a head waits for its body"
-    world.release.set()
-    await settle(60)
+    await world.answer()
     assert [write.count(b"HTTP/1.1 200 OK") for write in transport.writes] == [1, 1, 1]
     assert all(write.endswith(b"\r\n\r\nok") for write in transport.writes)
     await asyncio.sleep(61)
@@ -495,8 +497,7 @@ async def test_without_an_idle_connection_a_new_one_is_refused(
     assert refused.is_closing()
     assert "a connection was refused: the server has 2 connections, the most" in caplog.text
     await settle()
-    world.release.set()
-    await settle()
+    await world.answer()
     assert [statuses(transport) for transport in busy] == [[200], [200]]
     again = world.connect()
     assert not again.is_closing()
@@ -549,8 +550,7 @@ async def test_a_client_that_leaves_is_told_to_its_request(
     transport.protocol.on_lost = lambda: calls.append(str(transport.protocol.is_lost))
     transport.lose()
     assert calls == ["True"]
-    world.release.set()
-    await settle()
+    await world.answer()
     assert transport.writes == []
     assert len(world.seen) == 1, "those behind it are not started"
     assert not world.state.tasks
@@ -561,8 +561,7 @@ async def test_a_closed_connection_is_freed_when_its_cycles_are_collected() -> N
     world, transport = connected()
     await transport.send(post() + post("/hang") + post())
     transport.lose()
-    world.release.set()
-    await settle()
+    await world.answer()
     world.closed.clear()
     world.seen.clear()
     freed = weakref.ref(transport.protocol)
@@ -581,8 +580,7 @@ async def test_a_drain_ends_idle_connections_and_those_that_open_late() -> None:
     assert (idle.is_closing(), hanging.is_closing(), late.is_closing()) == (True, False, True)
     await asyncio.sleep(100)
     assert not hanging.is_closing(), "the drain limits the time of bodies only"
-    world.release.set()
-    await settle()
+    await world.answer()
     assert statuses(hanging) == [200]
     assert b"connection: close" in hanging.writes[0]
     assert hanging.is_closing()

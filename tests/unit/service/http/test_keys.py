@@ -29,7 +29,7 @@ def entry(requests: int | None = None, tokens: int | None = None) -> KeyEntry:
     return KeyEntry(sha256=digest("k"), scopes=["inference"], **limits)
 
 
-def sent(key: Key, now: float, most: int = 1000) -> int:
+def sent(key: Any, now: float, most: int = 1000) -> int:
     """Return how many requests a key may send at once."""
     for count in range(most):
         try:
@@ -212,6 +212,9 @@ def test_a_changed_file_is_read_again_and_counts_go_on(
     assert keys.find(b"Bearer second") is None
     assert keys.find(b"Bearer other") is not two
     assert keys.find(b"Bearer first") is not one, "its entry is another"
+    file.write_text(file.read_text().replace("tokens_per_minute = 1", "tokens_per_minute = 60"))
+    keys.file.look()
+    assert sent(keys.find(b"Bearer k"), 1.0) == 1000, "another limit begins anew"
 
 
 def test_files_whose_permissions_change_are_read_again(file: Path) -> None:

@@ -45,9 +45,11 @@ COMBINATIONS = [
 
 # The first version that has the sleep of preStop without a feature gate, and the newest known.
 VERSIONS = ("1.30", kubernetes.latest_version())
-
-
 Renders = dict[tuple[str, tuple[str, ...]], list[Object]]
+
+
+def all_of(objects: list[Object], *kinds: str) -> list[Object]:
+    return [each for each in objects if each["kind"] in kinds]
 
 
 @pytest.fixture(scope="module")
@@ -60,17 +62,11 @@ def renders(tmp_path_factory: pytest.TempPathFactory) -> Renders:
     }
 
 
-def test_every_pod_passes_pod_security_restricted(
-    renders: Renders, bulk_objects: list[Object]
-) -> None:
+def test_every_pod_passes_pod_security_restricted(renders: Renders) -> None:
     """All but those of the overlay local, which publish a port of the node."""
     for (overlay, _), objects in renders.items():
         if overlay != "local":  # one pod with a host port
             check_restricted(pod_of(objects))
-    job = of_kind(bulk_objects, "RayJob")
-    for pod in ray_pods(job):
-        check_restricted(pod)
-    assert job["spec"]["submissionMode"] == "HTTPMode", "the operator's pod for a submission fails"
 
 
 def every_object_is_valid(objects: list[Object]) -> None:
@@ -125,34 +121,25 @@ def ports_and_selectors_fit(objects: list[Object]) -> None:
     wanted |= {443} if fetches else set()
     wanted |= {urlsplit(collector).port} if collector else set()
     assert out == wanted, "names, what is fetched, and spans"
-    monitors = [each for each in objects if each["kind"] == "ServiceMonitor"]
     service = of_kind(objects, "Service")
-    for monitor in monitors:
+    for monitor in all_of(objects, "ServiceMonitor"):
         wanted = monitor["spec"]["selector"]["matchLabels"]
         assert wanted.items() <= service["metadata"]["labels"].items()
         assert monitor["spec"]["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
-    port = service["spec"]["ports"][0]
-    for each in objects:
-        if each["kind"] == "Ingress":
-            (rule,) = each["spec"]["rules"]
-            assert {p["backend"]["service"]["port"]["name"] for p in rule["http"]["paths"]} == {
-                port["name"]
-            }
-            backends = [path["backend"]["service"] for path in rule["http"]["paths"]]
-        elif each["kind"] == "HTTPRoute":
-            (rule,) = each["spec"]["rules"]
-            backends = rule["backendRefs"]
-            assert backends[0]["port"] == port["port"]
-        else:
-            continue
-        assert {backend["name"] for backend in backends} == {service["metadata"]["name"]}
+    name, port = service["metadata"]["name"], service["spec"]["ports"][0]
+    for each in all_of(objects, "Ingress"):
+        (rule,) = each["spec"]["rules"]
+        for path in rule["http"]["paths"]:
+            assert path["backend"]["service"] == {"name": name, "port": {"name": port["name"]}}
+    for each in all_of(objects, "HTTPRoute"):
+        (rule,) = each["spec"]["rules"]
+        (backend,) = rule["backendRefs"]
+        assert (backend["name"], backend["port"]) == (name, port["port"])
 
 
 def an_autoscaler_owns_the_replicas(objects: list[Object]) -> None:
     deployment = of_kind(objects, "Deployment")
-    scalers = [
-        each for each in objects if each["kind"] in ("HorizontalPodAutoscaler", "ScaledObject")
-    ]
+    scalers = all_of(objects, "HorizontalPodAutoscaler", "ScaledObject")
     assert ("replicas" in deployment["spec"]) == (not scalers)
     for scaler in scalers:
         assert scaler["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
@@ -187,21 +174,21 @@ def all_ask_by_the_scheme_that_the_server_speaks(objects: list[Object]) -> None:
     template = of_kind(objects, "Deployment")["spec"]["template"]
     assert template["metadata"]["annotations"]["prometheus.io/scheme"] == scheme
     assert of_kind(objects, "Service")["spec"]["ports"][0]["appProtocol"] == scheme
-    for ingress in (each for each in objects if each["kind"] == "Ingress"):
+    for ingress in all_of(objects, "Ingress"):
         backend = "nginx.ingress.kubernetes.io/backend-protocol"
         assert ingress["metadata"]["annotations"].get(backend) == ("HTTPS" if speaks_tls else None)
 
 
 def prometheus_has_a_key_where_the_server_has_keys(objects: list[Object]) -> None:
     has_keys = "CLOZE_KEYS_FILE" in of_kind(objects, "ConfigMap")["data"]
-    for monitor in (each for each in objects if each["kind"] == "ServiceMonitor"):
+    for monitor in all_of(objects, "ServiceMonitor"):
         (endpoint,) = monitor["spec"]["endpoints"]
         assert ("authorization" in endpoint) == has_keys
 
 
 def models_are_fetched_to_where_they_are_served_from(objects: list[Object]) -> None:
     settings = of_kind(objects, "ConfigMap")
-    claims = [each for each in objects if each["kind"] == "PersistentVolumeClaim"]
+    claims = all_of(objects, "PersistentVolumeClaim")
     if not pod_of(objects).get("initContainers"):
         assert not claims
         assert "CLOZE_MODEL_STORE" not in settings["data"]
@@ -261,17 +248,19 @@ def kserve_pod() -> Object:
     return spec | {name: runtime["spec"][name] for name in ("containers", "volumes")}
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_the_pod_of_kserve_is_valid(version: str) -> None:
-    spec = kserve_pod()
-    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "cloze"}, "spec": spec}
-    kubernetes.validate(pod, version, strict=True)
+def valid_pod(spec: Object) -> None:
+    """Check the specification of a pod that no file has as an object."""
     check_restricted(spec)
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "cloze"}, "spec": spec}
+    for version in VERSIONS:
+        kubernetes.validate(pod, version, strict=True)
 
 
-def test_the_pod_of_kserve_is_that_of_the_base(
-    renders: Renders, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pod_of_kserve_is_valid() -> None:
+    valid_pod(kserve_pod())
+
+
+def test_the_pod_of_kserve_is_that_of_the_base(renders: Renders) -> None:
     """It drains as the other pods do, and serves the bundles that KServe has fetched."""
     pod, base = kserve_pod(), pod_of(renders["cpu", ()])
     (container,), (own) = pod["containers"], base["containers"][0]
@@ -354,9 +343,7 @@ def test_packed_weights_fit_the_volume_twice(renders: Renders, tmp_path: Path) -
     assert volume["emptyDir"]["sizeLimit"] == "2Gi"
 
 
-def test_a_gpu_pod_gets_a_gpu_and_refuses_to_run_without(
-    renders: Renders,
-) -> None:
+def test_a_gpu_pod_gets_a_gpu_and_refuses_to_run_without(renders: Renders) -> None:
     objects = renders["gpu", ()]
     (container,) = pod_of(objects)["containers"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
@@ -364,33 +351,21 @@ def test_a_gpu_pod_gets_a_gpu_and_refuses_to_run_without(
     assert pod_of(objects)["tolerations"][0]["key"] == "nvidia.com/gpu"
 
 
-@pytest.fixture(scope="module")
-def bulk_objects() -> list[Object]:
-    """The objects of k8s/bulk."""
+def test_the_bulk_run_is_valid() -> None:
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed (Debian's package kubernetes-client)")
     done = call("kubectl", "kustomize", str(ROOT / "k8s/bulk"), timeout=60)
-    return list(yaml.safe_load_all(done.stdout))
-
-
-def ray_pods(job: Object) -> list[Object]:
-    """The specifications of the pods of a RayJob: of its head, and of its workers."""
+    objects = list(yaml.safe_load_all(done.stdout))
+    job, claim = (of_kind(objects, kind) for kind in ("RayJob", "PersistentVolumeClaim"))
+    jsonschema.validate(job, SCHEMAS["RayJob"])
+    assert job["spec"]["submissionMode"] == "HTTPMode", "the operator's pod for a submission fails"
+    for version in VERSIONS:
+        kubernetes.validate(claim, version, strict=True)
     cluster = job["spec"]["rayClusterSpec"]
     groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
-    return [group["template"]["spec"] for group in groups]
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_the_bulk_run_is_valid(bulk_objects: list[Object], version: str) -> None:
-    job = of_kind(bulk_objects, "RayJob")
-    jsonschema.validate(job, SCHEMAS["RayJob"])
-    claim = of_kind(bulk_objects, "PersistentVolumeClaim")
-    kubernetes.validate(claim, version, strict=True)
-    pods = ray_pods(job)
-    assert len(pods) == 2
-    for spec in pods:
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "ray"}, "spec": spec}
-        kubernetes.validate(pod, version, strict=True)
+    assert len(groups) == 2
+    for spec in (group["template"]["spec"] for group in groups):
+        valid_pod(spec)
         (container,) = spec["containers"]
         assert container["image"] == "registry.example/cloze:bulk"
         (volume,), (mount,) = spec["volumes"], container["volumeMounts"]

@@ -21,7 +21,6 @@ from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
-NEVER_PULLED = {"op": "add", "path": "/imagePullPolicy", "value": "Never"}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -47,21 +46,6 @@ def rendered(folder: Path, resource: str, **overlay: Any) -> Path:
     return pods
 
 
-def image(name: str, tagged: str) -> dict[str, str]:
-    """Return the entry of a kustomization that replaces an image."""
-    new_name, _, tag = tagged.rpartition(":")
-    return {"name": name, "newName": new_name, "newTag": tag}
-
-
-def patch(*operations: dict[str, Any]) -> dict[str, Any]:
-    target = {"kind": "Deployment", "name": "cloze"}
-    return {"target": target, "patch": yaml.safe_dump(list(operations))}
-
-
-def in_container(kind: str, operation: dict[str, Any]) -> dict[str, Any]:
-    return operation | {"path": f"/spec/template/spec/{kind}/0{operation['path']}"}
-
-
 @contextmanager
 def played(pods: Path, *options: str) -> Iterator[None]:
     """Play a file of pods; remove them at the end, but not their volumes."""
@@ -75,11 +59,7 @@ def played(pods: Path, *options: str) -> Iterator[None]:
 
 def logs_of(pods: Path) -> str:
     """Return what the containers of a file of pods have printed."""
-    (pod,) = [
-        each
-        for each in yaml.safe_load_all(pods.read_text())
-        if each["kind"] in ("Deployment", "Pod")
-    ]
+    pod = of_kind([*yaml.safe_load_all(pods.read_text())], "Deployment")
     named = f"name={pod['metadata']['name']}"
     listed = call(podman(), "ps", "--all", "--quiet", "--filter", named, check=False)
     logs = [call(podman(), "logs", each, check=False) for each in listed.stdout.split()]
@@ -89,16 +69,16 @@ def logs_of(pods: Path) -> str:
 @pytest.mark.parametrize("resource", ["base", "overlays/local"])
 def test_the_probes_of_a_pod_answer(cpu_image: str, tmp_path: Path, resource: str) -> None:
     port = free_port()
-    host_port = {"op": "add", "path": "/ports/0/hostPort", "value": port}
+    operations = [
+        {"op": "add", "path": f"/spec/template/spec/containers/0/{field}", "value": value}
+        for field, value in (("ports/0/hostPort", port), ("imagePullPolicy", "Never"))
+    ]
+    target = {"kind": "Deployment", "name": "cloze"}
+    patches = [{"target": target, "patch": yaml.safe_dump(operations)}]
     name = "localhost/cloze" if resource == "overlays/local" else "cloze"
-    pods = rendered(
-        tmp_path,
-        resource,
-        images=[image(name, cpu_image)],
-        patches=[
-            patch(in_container("containers", host_port), in_container("containers", NEVER_PULLED))
-        ],
-    )
+    new_name, _, tag = cpu_image.rpartition(":")
+    images = [{"name": name, "newName": new_name, "newTag": tag}]
+    pods = rendered(tmp_path, resource, images=images, patches=patches)
     deployment = of_kind([*yaml.safe_load_all(pods.read_text())], "Deployment")
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     with played(pods):

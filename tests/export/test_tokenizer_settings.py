@@ -7,7 +7,7 @@ parts of the file from their own defaults.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -21,6 +21,7 @@ from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
 from cloze.export.load.tokenizer import load_tokenizer
 from tests.support.family_checkpoints import TOKENIZERS
+from tests.support.fine_tuning import slow_but
 from tests.support.tokenizer_kinds import wordpiece
 from tests.support.tokenizer_references import entry, lines, served
 
@@ -194,14 +195,12 @@ def leaves(parts: Any, at: tuple[str | int, ...] = ()) -> Iterator[tuple[str | i
                 yield from leaves(value, (*at, key))
 
 
-def changed(
-    parts: Any, at: tuple[str | int, ...], change: Callable[[Any], list[Any]]
-) -> Iterator[Any]:
+def changed(parts: Any, at: tuple[str | int, ...]) -> Iterator[Any]:
     """Yield copies of the parts with other values at a place."""
     inner = parts
     for key in at:
         inner = inner[key]
-    for value in change(inner):
+    for value in changes(inner):
         copied = inner = json.loads(json.dumps(parts))
         for key in at[:-1]:
             inner = inner[key]
@@ -212,13 +211,7 @@ def changed(
 KINDS = {TOKENIZERS.get(family, wordpiece): family for family in FAMILIES}
 """One family of each kind of tokenizer."""
 
-each_kind = pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(family, marks=[] if kind is wordpiece else [pytest.mark.slow])
-        for kind, family in KINDS.items()
-    ],
-)
+each_kind = pytest.mark.parametrize("family", slow_but(KINDS.values(), KINDS[wordpiece]))
 """Each takes seconds; only WordPiece runs with the other tests."""
 
 
@@ -228,7 +221,7 @@ def test_every_part_of_tokenizer_json_is_honoured_or_refused(family: str, tmp_pa
     assert compare(tmp_path, base, "no setting") == "same"
     parts, results = base["tokenizer.json"], set()
     for at in leaves(parts):
-        for other in changed(parts, at, changes):
+        for other in changed(parts, at):
             result = compare(tmp_path, base | {"tokenizer.json": other}, str(at[-1]))
             results.add(result.partition(":")[0])
     assert results >= {"same", "refused"}
@@ -286,15 +279,12 @@ def test_tokens_of_other_files_are_honoured(family: str, listed: bool, tmp_path:
         base["tokenizer_config.json"] |= {"added_tokens_decoder": {}}
     special = {f"{name}_token": ["[new]", entry("kin", lstrip=True), entry("[MASK]", rstrip=True)]
                for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}  # fmt: skip
-    special |= {
-        "additional_special_tokens": [["[new]"]],
-        "extra_special_tokens": [["kin", "[NEW]"]],
-    }
+    special["additional_special_tokens"] = [["[new]"]]
+    special["extra_special_tokens"] = [["kin", "[NEW]"]]
     for key, values in special.items():
         for value in values:
-            assert (
-                compare(tmp_path, base | {"special_tokens_map.json": {key: value}}, key) == "same"
-            )
+            files = base | {"special_tokens_map.json": {key: value}}
+            assert compare(tmp_path, files, key) == "same"
     (tmp_path / "special_tokens_map.json").unlink()
     for tokens in ({"[new]": size}, {"[new]": size + 1, "kin": size}, {"bank": 1}):
         result = compare(tmp_path, base | {"added_tokens.json": tokens}, "added_tokens")
@@ -311,32 +301,29 @@ def test_a_token_without_a_row_is_named_and_read_as_text(tmp_path: Path) -> None
     assert loaded.size == base["config.json"]["vocab_size"]
 
 
+def without_special_tokens(folder: Path, family: str, kind: str) -> Path:
+    """Write the files of a class, with a ``tokenizer.json`` that adds no special tokens."""
+    base = files_of(family)
+    base["tokenizer.json"] |= {"post_processor": None}
+    base["tokenizer_config.json"] |= {"tokenizer_class": kind}
+    write(folder, base)
+    return folder
+
+
 @pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "TokenizersBackend"])
 def test_a_tokenizer_that_adds_no_special_tokens_is_refused(kind: str, tmp_path: Path) -> None:
-    base = files_of("bert")
-    base["tokenizer.json"] = base["tokenizer.json"] | {"post_processor": None}
-    base["tokenizer_config.json"] |= {"tokenizer_class": kind}
-    write(tmp_path, base)
+    without_special_tokens(tmp_path, "bert", kind)
     ids = PreTrainedTokenizerFast.from_pretrained(tmp_path)("the bank")["input_ids"]
     assert not {2, 3} & set(ids)
     with pytest.raises(ExportError, match=f"no post_processor .* the class {kind} adds none"):
         load_tokenizer(tmp_path)
-
-
-def test_a_byte_level_file_without_special_tokens_is_refused(tmp_path: Path) -> None:
-    base = files_of("roberta")
-    base["tokenizer.json"] = base["tokenizer.json"] | {"post_processor": None}
-    base["tokenizer_config.json"] |= {"tokenizer_class": "RobertaTokenizer"}
-    write(tmp_path, base)
+    without_special_tokens(tmp_path, "roberta", "RobertaTokenizer")
     with pytest.raises(ExportError, match="has no post_processor that adds special tokens: texts"):
         load_tokenizer(tmp_path)
 
 
 def test_another_class_adds_the_special_tokens_of_its_family(tmp_path: Path) -> None:
-    base = files_of("bert")
-    base["tokenizer.json"] = base["tokenizer.json"] | {"post_processor": None}
-    base["tokenizer_config.json"] |= {"tokenizer_class": "BertTokenizer"}
-    write(tmp_path, base)
+    without_special_tokens(tmp_path, "bert", "BertTokenizer")
     expected = BertTokenizer.from_pretrained(tmp_path)("the bank", "a fee")
     made = load_tokenizer(tmp_path).tokenizer.encode("the bank", "a fee")
     assert (made.ids, made.type_ids) == (expected["input_ids"], expected["token_type_ids"])

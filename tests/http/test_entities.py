@@ -110,8 +110,7 @@ def test_labels_of_a_bi_encoder_are_read_once(client: TestClient) -> None:
     labels = [f"label {number}" for number in range(1000)]
     many = ask(client, TEXT, "bi", labels=[*labels, "city"][1:], threshold=0.2)
     one = ask(client, TEXT, "bi", labels=["city"], threshold=0.2, multi_label=True)
-    assert {e["label"] for e in many} <= {*labels, "city"}
-    assert many
+    assert set() < {e["label"] for e in many} <= {*labels, "city"}
     assert one
     assert ask(client, TEXT, "bi", labels=[*labels, "a"])["error"].startswith("labels has 1001")
     assert len(ask(client, [TEXT, "Rain"], "bi", labels=labels, threshold=0.9)) == 2
@@ -122,33 +121,9 @@ def test_no_client_learns_the_labels_of_another(client: TestClient) -> None:
     other = TestClient(client.app, base_url="http://localhost", client=("10.0.0.2", 1))
     other.portal = client.portal
     body = {"inputs": TEXT, "parameters": {"labels": ["a secret", "a plan"]}, "model": "bi"}
-    tokens = [
-        int(each.post("/entities", json=body).headers["x-compute-tokens"])
-        for each in (client, other, client, other)
-    ]
+    answers = [each.post("/entities", json=body) for each in (client, other, client, other)]
+    tokens = [int(answer.headers["x-compute-tokens"]) for answer in answers]
     assert tokens[0] == tokens[1] > tokens[2] == tokens[3]
-
-
-def test_front_ends_send_the_vectors_of_labels(store: Path, client: TestClient) -> None:
-    labels = [*LABELS, "somewhere"]
-    expected = ask(client, [TEXT, "Rain in Paris"], "bi", labels=labels, threshold=0.2)
-    with running_server(store, "--model", "bi", "--frontends", "1") as server:
-        body = {
-            "inputs": [TEXT, "Rain in Paris"],
-            "parameters": {"labels": labels, "threshold": 0.2},
-        }
-        for _ in range(2):  # computed, and known
-            answer = httpx.post(f"{server.url}/entities", json=body, timeout=60).json()
-            assert [[(e["start"], e["end"], e["label"]) for e in text] for text in answer] == [
-                [(e["start"], e["end"], e["label"]) for e in text] for text in expected
-            ]
-        redacted = httpx.post(
-            f"{server.url}/redact",
-            json={"inputs": TEXT, "parameters": {"labels": labels, "min_score": 0.2}},
-            timeout=60,
-        ).json()
-    assert expected[0]
-    assert redacted["replacements"]
 
 
 def test_bulk_runs_of_a_bi_encoder(store: Path, client: TestClient, tmp_path: Path) -> None:
@@ -162,12 +137,8 @@ def test_bulk_runs_of_a_bi_encoder(store: Path, client: TestClient, tmp_path: Pa
 
 def test_descriptions_are_read_in_place_of_labels(client: TestClient) -> None:
     described = ask(client, TEXT, labels=dict(zip("abc", LABELS, strict=True)), threshold=0.1)
-    named = [
-        one | {"label": "abc"[LABELS.index(one["label"])]}
-        for one in ask(client, TEXT, threshold=0.1)
-    ]
-    assert described == named
-    assert named
+    named = ask(client, TEXT, threshold=0.1)
+    assert described == [e | {"label": "abc"[LABELS.index(e["label"])]} for e in named] != []
 
 
 def test_a_word_without_tokens_moves_no_other(client: TestClient) -> None:

@@ -75,20 +75,21 @@ def server(store: Store) -> Iterator[Server]:
         yield server
 
 
-def vectors(server: Server, model: str, texts: list[str], role: str) -> list[Floats]:
-    body = {"inputs": texts, "model": model, "prompt_name": role}
-    response = httpx.post(f"{server.url}/embed_all", json=body)
+def answer(server: Server, route: str, **body: Any) -> httpx.Response:
+    response = httpx.post(f"{server.url}{route}", json=body)
     assert response.status_code == 200, response.text
+    return response
+
+
+def vectors(server: Server, model: str, texts: list[str], role: str) -> list[Floats]:
+    response = answer(server, "/embed_all", inputs=texts, model=model, prompt_name=role)
     return [np.array(rows, np.float32) for rows in response.json()]
 
 
-def ranks(server: Server, model: str, query: str) -> list[dict[str, Any]]:
-    body = {"query": query, "texts": DOCUMENTS, "model": model}
-    response = httpx.post(f"{server.url}/rerank", json=body)
-    assert response.status_code == 200, response.text
+def ranks(server: Server, model: str, query: str) -> Any:
+    response = answer(server, "/rerank", query=query, texts=DOCUMENTS, model=model)
     assert response.headers["x-ranked-by"] == "late-interaction"
-    rows: list[dict[str, Any]] = response.json()
-    return rows
+    return response.json()
 
 
 def max_sim(query: Floats, document: Floats) -> float:
@@ -204,10 +205,8 @@ def test_answers_and_models_name_the_space_and_another_one_is_refused(
     assert httpx.post(url, json=body, headers={EXPECTED: own}).headers[HEADER] == own
     refused = httpx.post(url, json=body, headers={EXPECTED: "0123456789abcdef"})
     assert error_of(refused) == (412, "other_embedding_space")
-    by_role = [
-        httpx.post(url, json=body | {"input_type": role}).headers[HEADER]
-        for role in ("document", "query")
-    ]
+    roles_of = ({**body, "input_type": role} for role in ("document", "query"))
+    by_role = [httpx.post(url, json=each).headers[HEADER] for each in roles_of]
     assert by_role[0] == own
     assert len(set(by_role)) == roles
     infos = {each["name"]: each for each in httpx.get(f"{server.url}/info").json()["models"]}
@@ -260,15 +259,9 @@ M3_TEXTS = ["A ship left the harbour.", "the king the king", "Snow \N{SNOWMAN} f
 def test_three_heads_of_a_bge_m3_are_those_of_its_library(
     server: Server, folders: dict[str, Path]
 ) -> None:
-    oracle = M3(folders["bge"])
-
-    def ask(route: str) -> Any:
-        body = {"inputs": M3_TEXTS, "model": "bge"}
-        response = httpx.post(f"{server.url}{route}", json=body)
-        assert response.status_code == 200, response.text
-        return response.json()
-
-    answers = zip(ask("/embed"), ask("/embed_sparse"), ask("/embed_all"), strict=True)
+    oracle, routes = M3(folders["bge"]), ("/embed", "/embed_sparse", "/embed_all")
+    asked = (answer(server, route, inputs=M3_TEXTS, model="bge").json() for route in routes)
+    answers = zip(*asked, strict=True)
     for text, (dense, sparse, rows) in zip(M3_TEXTS, answers, strict=True):
         expected = oracle(text)
         np.testing.assert_allclose(dense, expected[0], atol=2e-5)

@@ -1,11 +1,10 @@
-"""From text to batches: sentences, the split, masking and pairs have the statistics that the papers
-give.
-"""
+"""From text to batches: sentences, the split, masking and pairs have the papers' statistics."""
 
 import json
 import lzma
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -93,13 +92,9 @@ def test_tokens_are_the_texts(vocabulary: Folder, corpus: PreparedCorpus, tmp_pa
 
 
 def test_a_text_of_one_title_is_split_by_paragraphs(vocabulary: Folder, tmp_path: Path) -> None:
-    """Each paragraph is on one side, a run of neighbours is a document, and it is said. A document
-    of one paragraph is never held out.
-    """
-    paragraphs = [
-        story.text.replace("\n", " ") + f" The owl saw it {'again ' * number}."
-        for number, story in enumerate(STORIES)
-    ]
+    """A run of neighbours on one side is a document, and a single paragraph is never held out."""
+    flat = [story.text.replace("\n", " ") for story in STORIES]
+    paragraphs = [f"{text} The owl saw it {'again ' * n}." for n, text in enumerate(flat)]
     book = tmp_path / "book.jsonl"
     line = next(text for n in range(99) if is_held_out(text := f"The owl saw {n}.", 0.2))
     rows = [{"title": "One book", "text": "\n".join(paragraphs)}, {"title": "A line", "text": line}]
@@ -108,12 +103,8 @@ def test_a_text_of_one_title_is_split_by_paragraphs(vocabulary: Folder, tmp_path
     corpus = prepared(book, vocabulary, tmp_path / "prepared", said.append)
     assert any("split by paragraphs" in line for line in said)
     for part, is_out in ((corpus.held_out, True), (corpus.train, False)):
-        runs = [
-            list(run)
-            for side, run in groupby(paragraphs, lambda each: is_held_out(each, 0.2))
-            if side == is_out
-        ]
-        runs += [] if is_out else [[line]]
+        sides = groupby(paragraphs, lambda each: is_held_out(each, 0.2))
+        runs = [list(run) for side, run in sides if side == is_out] + [[line]] * (not is_out)
         texts = [text for run in runs for text in run]
         expected = [vocabulary.text.encode(text, add_special_tokens=False).ids for text in texts]
         assert part.tokens.tolist() == [*chain(*expected)] != []
@@ -136,10 +127,9 @@ def test_the_split_goes_by_titles_in_any_spelling() -> None:
     titles = [f"Title {number}" for number in range(4000)]
     share = np.mean([is_held_out(title, 0.1) for title in titles])
     assert 0.08 < share < 0.12
-    assert all(
-        is_held_out(title, 0.1) == is_held_out(title.upper().replace(" ", "_"), 0.1)
-        for title in titles
-    )
+    for title in titles:
+        other = title.upper().replace(" ", "_")
+        assert is_held_out(title, 0.1) == is_held_out(other, 0.1)
 
 
 def test_the_vocabulary_is_read_alike_by_transformers(vocabulary: Folder) -> None:
@@ -154,9 +144,7 @@ def test_the_vocabulary_is_read_alike_by_transformers(vocabulary: Folder) -> Non
 
 
 def test_a_vocabulary_is_the_same_in_every_process(tmp_path: Path) -> None:
-    """The trainer's own order is that of a hash map with a random seed; here many characters are
-    equally common.
-    """
+    """Here many characters are equally common, and a hash map's seed would order them."""
     rare = " ".join(chr(0x100 + number) + chr(0x400 + number % 60) for number in range(150))
     (tmp_path / "text.txt").write_text("\n\n".join([rare, *(story.text for story in STORIES)]))
     command = [sys.executable, "-m", "cloze", "train", "vocab", "--corpus", tmp_path / "text.txt"]
@@ -182,22 +170,19 @@ CONTINUES = np.arange(V) % 3 == 2
 SPECIAL = np.arange(V) < 5
 MASK_ID = 4
 
-ids = st.lists(st.integers(5, V - 1), min_size=1, max_size=60).map(
-    lambda middle: np.array([2, *middle, 3], np.int64)
-)
+ids = st.lists(st.integers(5, V - 1), min_size=1, max_size=60)
 
 
-def mask(
-    unit: Unit, input_ids: np.ndarray, rng: Any, rate: float = 0.15
-) -> tuple[np.ndarray, np.ndarray]:
+def mask(unit: Unit, input_ids: np.ndarray, rng: Any, rate: float = 0.15) -> Any:
     return Masking(unit, MASK_ID, SPECIAL, CONTINUES)(input_ids, rate, rng)
 
 
 @settings(deadline=None)
 @given(ids, st.sampled_from(list(Unit)), st.floats(0.05, 0.6), st.integers(0, 2**32))
 def test_masking_changes_only_what_it_chose(
-    input_ids: np.ndarray, unit: Unit, rate: float, seed: int
+    middle: list[int], unit: Unit, rate: float, seed: int
 ) -> None:
+    input_ids = np.array([2, *middle, 3], np.int64)
     masked, positions = mask(unit, input_ids, np.random.default_rng(seed), rate)
     assert len(positions) >= 1
     assert (np.diff(positions) > 0).all()
@@ -329,17 +314,21 @@ def test_epochs_differ_and_a_seed_is_one_epoch(vocabulary: Folder, corpus: Prepa
     assert first() != first(seed=4)
 
 
-def text_batches(
-    corpus: PreparedCorpus, vocabulary: Folder, recipe: Pretraining, phases: list[Phase]
-) -> TextBatches:
-    plan = TextRecipe(pretraining=recipe, phases=phases, seed=1)
-    return TextBatches(corpus.train, plan, vocabulary)
+MakeBatches = Callable[..., TextBatches]
 
 
-def test_the_mask_rate_falls_in_a_straight_line(vocabulary: Folder, corpus: PreparedCorpus) -> None:
-    recipe = Pretraining(rate=0.3, final_rate=0.15)
-    phases = [Phase(tokens=40, sequences=64, steps=51), Phase(tokens=40, sequences=64, steps=50)]
-    batches = text_batches(corpus, vocabulary, recipe, phases)
+@pytest.fixture
+def text_batches(corpus: PreparedCorpus, vocabulary: Folder) -> MakeBatches:
+    def make(*phases: Phase, **pretraining: Any) -> TextBatches:
+        plan = TextRecipe(pretraining=Pretraining(**pretraining), phases=[*phases], seed=1)
+        return TextBatches(corpus.train, plan, vocabulary)
+
+    return make
+
+
+def test_the_mask_rate_falls_in_a_straight_line(text_batches: MakeBatches) -> None:
+    phases = (Phase(tokens=40, sequences=64, steps=steps) for steps in (51, 50))
+    batches = text_batches(*phases, rate=0.3, final_rate=0.15)
     for step, rate in ((0, 0.3), (50, 0.225), (100, 0.15)):
         batch = batches(step, 0)
         ordinary = batch.tokens - 3 * len(batch.input_ids)
@@ -349,11 +338,14 @@ def test_the_mask_rate_falls_in_a_straight_line(vocabulary: Folder, corpus: Prep
 @pytest.mark.parametrize("sentence", [SentenceObjective.NSP, SentenceObjective.NONE])
 @pytest.mark.parametrize("length", [8, 40])
 def test_embeddings_are_of_the_unmasked_first_texts(
-    vocabulary: Folder, corpus: PreparedCorpus, sentence: SentenceObjective, length: int
+    vocabulary: Folder,
+    corpus: PreparedCorpus,
+    text_batches: MakeBatches,
+    sentence: Any,
+    length: int,
 ) -> None:
-    recipe = Pretraining(sentence=sentence, rate=0.5)
     phase = Phase(tokens=40, sequences=32, steps=3)
-    batches = text_batches(corpus, vocabulary, recipe, [phase])
+    batches = text_batches(phase, sentence=sentence, rate=0.5)
     source = sequences(corpus, vocabulary, sentence, seed=1)
     input_ids, mask = unmasked_texts(batches(0, 0), tokens=160, length=length)
     assert input_ids.shape == (160 // length, length)
@@ -365,13 +357,11 @@ def test_embeddings_are_of_the_unmasked_first_texts(
         assert first[-1] == vocabulary.text.token_to_id("[SEP]")
 
 
-def test_any_batch_can_be_asked_for_at_any_time(vocabulary: Folder, corpus: PreparedCorpus) -> None:
+def test_any_batch_can_be_asked_for_at_any_time(text_batches: MakeBatches) -> None:
     """Each phase has its lengths, and its share of single sentences."""
-    phases = [
-        Phase(tokens=24, sequences=16, steps=40, single=0.9),
-        Phase(tokens=40, sequences=8, steps=40),
-    ]
-    straight, jumping = (text_batches(corpus, vocabulary, Pretraining(), phases) for _ in range(2))
+    first = Phase(tokens=24, sequences=16, steps=40, single=0.9)
+    second = Phase(tokens=40, sequences=8, steps=40)
+    straight, jumping = (text_batches(first, second) for _ in range(2))
     in_order = [straight(step, 0) for step in range(80)]
     for step in (79, 3, 41, 40, 39, 0):
         other = jumping(step, 0)
@@ -401,15 +391,12 @@ def test_a_share_of_examples_is_one_sentence(vocabulary: Folder, corpus: Prepare
         assert (example.input_ids == separator).sum() == (1 if is_single else 2)
         if is_single:
             assert not example.token_type_ids.any()
-            assert are_of_a_sentence(corpus.train, example.input_ids[1:-1]), (
-                "or of a part that fits"
-            )
+            assert are_of_a_sentence(corpus.train, example.input_ids[1:-1])
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
-def test_static_masking_repeats(vocabulary: Folder, corpus: PreparedCorpus, dynamic: bool) -> None:
-    phase = Phase(tokens=40, sequences=1, steps=10_000)
-    batches = text_batches(corpus, vocabulary, Pretraining(dynamic=dynamic), [phase])
+def test_static_masking_repeats(text_batches: MakeBatches, dynamic: bool) -> None:
+    batches = text_batches(Phase(tokens=40, sequences=1, steps=10_000), dynamic=dynamic)
     (epoch,) = batches.epoch_lengths
     same = [torch.equal(*(batches(at, 0).input_ids for at in (n, n + epoch))) for n in range(30)]
     assert all(same) if not dynamic else not any(same)

@@ -53,6 +53,13 @@ def set_config(folder: Path, **settings: Any) -> None:
     (folder / "config.json").write_text(json.dumps(kept))
 
 
+def check_same(network: Any, loaded: Any, head: str, *lengths: int, texts: int = 1) -> None:
+    """Compare the output of a head for texts of some lengths."""
+    for tokens in lengths:
+        ids = ids_of(network, tokens, texts=texts)
+        assert same(ours(loaded, head, ids), theirs(network, head, ids)), tokens
+
+
 CASES = [
     (family, head)
     for family in FAMILIES
@@ -64,9 +71,7 @@ CASES = [
 @pytest.mark.parametrize(("family", "head"), CASES)
 def test_every_head_gives_the_numbers_of_transformers(family: str, head: str, built: Any) -> None:
     network, checkpoint, _ = built(family, head)
-    for tokens in (1, 2, 17, longest(network)):
-        ids = ids_of(network, tokens)
-        assert same(ours(checkpoint, head, ids), theirs(network, head, ids)), tokens
+    check_same(network, checkpoint, head, 1, 2, 17, longest(network))
     assert checkpoint.model.config.max_positions == longest(network)
     with pytest.raises((IndexError, RuntimeError)):
         checkpoint.model(ids_of(network, longest(network) + 1))
@@ -114,9 +119,7 @@ def test_every_deberta_gives_the_numbers_of_transformers(name: str, tmp_path: Pa
     network = save("deberta-v2", "masked_lm", tmp_path / "one", **DEBERTAS[name])
     checkpoint = load_checkpoint(str(tmp_path / "one"))
     assert checkpoint.broken_promise == ""
-    for tokens in (1, 2, 17, longest(network)):
-        ids = ids_of(network, tokens)
-        assert same(ours(checkpoint, "masked_lm", ids), theirs(network, "masked_lm", ids)), tokens
+    check_same(network, checkpoint, "masked_lm", 1, 2, 17, longest(network))
     ids = ids_of(network, 21)
     mask = torch.arange(21)[None, :] < torch.tensor([[21], [13], [1]])
     with torch.no_grad():
@@ -155,9 +158,7 @@ def test_settings_of_local_layers_are_those_of_transformers(
     settings: dict[str, Any], head: str, tmp_path: Path
 ) -> None:
     network = save("modernbert", head, tmp_path / "checkpoint", **settings)
-    checkpoint = load_checkpoint(str(tmp_path / "checkpoint"))
-    ids = ids_of(network, 30)
-    assert same(ours(checkpoint, head, ids), theirs(network, head, ids))
+    check_same(network, load_checkpoint(str(tmp_path / "checkpoint")), head, 30)
 
 
 def test_a_sliding_window_goes_before_the_local_attention(copied: Any) -> None:
@@ -175,9 +176,7 @@ def test_a_sliding_window_goes_before_the_local_attention(copied: Any) -> None:
 def test_lengths_around_the_window_are_those_of_transformers(tokens: int, tmp_path: Path) -> None:
     longer = {"max_position_embeddings": 300, "local_attention": 128}
     network = save("modernbert", "masked_lm", tmp_path, **longer)
-    checkpoint = load_checkpoint(str(tmp_path))
-    ids = ids_of(network, tokens, texts=2)
-    assert same(ours(checkpoint, "masked_lm", ids), theirs(network, "masked_lm", ids))
+    check_same(network, load_checkpoint(str(tmp_path)), "masked_lm", tokens, texts=2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -198,10 +197,7 @@ def test_names_without_the_prefix_and_of_older_files_are_read(family: str, copie
     with torch.no_grad():
         for parameter in network.parameters():  # not the buffers, which no file holds
             parameter.copy_(parameter.half())
-    ids = ids_of(network, 9)
-    assert same(
-        ours(checkpoint, "token_classification", ids), theirs(network, "token_classification", ids)
-    )
+    check_same(network, checkpoint, "token_classification", 9)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -363,8 +359,7 @@ def test_a_family_takes_a_tokenizer_of_another_kind(
     monkeypatch.setitem(TOKENIZERS, family, kind)
     network = save(family, "masked_lm", tmp_path)
     checkpoint = load_checkpoint(str(tmp_path))
-    ids = ids_of(network, 9)
-    assert same(ours(checkpoint, "masked_lm", ids), theirs(network, "masked_lm", ids))
+    check_same(network, checkpoint, "masked_lm", 9)
     for texts in (("Where is it?",), ("Where is it?", "The bank charges a fee.")):
         own = checkpoint.tokenizer.tokenizer.encode(*texts)
         assert own.ids == kind().encode(*texts).ids
@@ -391,9 +386,7 @@ def test_positions_begin_after_the_padding_token_whatever_its_id_is(
     assert checkpoint.model.config.padding_id == padding_id
     positions = network.config.max_position_embeddings - padding_id - 1
     assert checkpoint.model.config.max_positions == positions
-    for tokens in (9, positions):
-        ids = ids_of(network, tokens)
-        assert same(ours(checkpoint, "masked_lm", ids), theirs(network, "masked_lm", ids))
+    check_same(network, checkpoint, "masked_lm", 9, positions)
 
 
 @pytest.mark.parametrize("shape", [(1, 3), (1,), ()])

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from cloze.bulk.tasks import BULK_TASKS
 from cloze.bulk.work import _count, _problem, _requests, _with_columns
 from cloze.bulk.writers import RowResult, open_writer
 from cloze.bulk_command import bulk
-from cloze.service.errors import EngineFailed, InvalidRequest, Location, RequestError
+from cloze.service.errors import EngineFailed, InvalidRequest, Location
 from cloze.service.settings import Settings
 from cloze.service.tasks.answer_spans import QaAnswer
 from cloze.service.tasks.fill_tokens import Prediction
@@ -100,46 +101,27 @@ def test_a_folder_keeps_the_plan_of_its_run(tmp_path: Path) -> None:
 
 def test_a_folder_with_results_is_only_for_the_same_run(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, FileFormat.PARQUET)
-    begun(folder)
-    begun(folder, prefix="other_")  # without results it may be another
-    folder.result(SHARDS[0]).write_text("x")
     begun(folder, prefix="other_")
-    with pytest.raises(BulkError, match='its prefix was "other_", and is now "";'):
-        begun(folder)
-
-
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        ({"command": "fill-mask"}, "task"),
-        ({"parameters": {"top_k": 1}}, "parameters"),
-        ({"format": FileFormat.JSONL}, "output format"),
-        ({"shard_rows": 7}, "rows per shard"),
-    ],
-)
-def test_what_a_resumed_run_has_in_common(tmp_path: Path, changes: dict, name: str) -> None:
-    folder = RunFolder(tmp_path, FileFormat.PARQUET)
-    begun(folder)
+    left = folder.unfinished(SHARDS[0])
+    left.write_text("x")
+    begun(folder)  # without results it may be another
+    assert not left.exists()
     folder.result(SHARDS[0]).write_text("x")
-    with pytest.raises(BulkError, match=f"its {name} was"):
-        begun(folder, **changes)
-
-
-def test_the_model_and_its_settings_are_part_of_a_run() -> None:
+    begun(folder)
+    for changes, name in (
+        ({"prefix": "new_"}, 'prefix was "", and is now "new_";'),
+        ({"command": "fill-mask"}, "task was"),
+        ({"parameters": {"top_k": 1}}, "parameters was"),
+        ({"format": FileFormat.JSONL}, "output format was"),
+        ({"shard_rows": 7}, "rows per shard was"),
+    ):
+        with pytest.raises(BulkError, match=f"its {name}"):
+            begun(folder, **changes)
     identity = job().identity()
     assert identity["model"] == ["tiny@1", "d" * 64]
     assert identity["inputs"] == [["/in/a.csv", 10, 1_500_000_000], ["/in/b.csv", 20, 2]]
     settings = Settings()
     assert identity["device and precision"] == [str(settings.device), str(settings.precision)]
-
-
-def test_results_that_are_not_complete_are_removed_when_a_run_begins(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path, FileFormat.PARQUET)
-    begun(folder)
-    left = folder.unfinished(SHARDS[0])
-    left.write_text("x")
-    begun(folder)
-    assert not left.exists()
 
 
 def test_folders_with_other_content_are_refused(tmp_path: Path) -> None:
@@ -173,18 +155,13 @@ def _try_to_lock(path: Path, queue: Any) -> None:
 def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
-    folder = RunFolder(tmp_path, FileFormat.PARQUET)
-    answers = []
-    with folder.locked():
-        process = context.Process(target=_try_to_lock, args=(tmp_path, queue))
-        process.start()
-        answers.append(queue.get(timeout=20))
-        process.join()
-    process = context.Process(target=_try_to_lock, args=(tmp_path, queue))
-    process.start()
-    answers.append(queue.get(timeout=20))
-    process.join()
-    assert answers == [f"another run writes to {tmp_path}", "locked"]
+    lock = RunFolder(tmp_path, FileFormat.PARQUET).locked()
+    for held, answer in ((lock, f"another run writes to {tmp_path}"), (nullcontext(), "locked")):
+        with held:
+            process = context.Process(target=_try_to_lock, args=(tmp_path, queue))
+            process.start()
+            assert queue.get(timeout=20) == answer
+            process.join()
 
 
 def test_the_columns_of_the_output() -> None:
@@ -273,20 +250,16 @@ def test_json_lines_of_values_that_json_lacks(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
+def test_rows_that_no_model_answers() -> None:
+    for text, problem in (
         ("a", None),
         ("", "t is empty"),
         (None, "t is missing"),
         (b"\xff", "t is not UTF-8"),
         ("\udcff", "t is not UTF-8"),
         (5, "t is not a string"),
-    ],
-)
-def test_rows_that_no_model_answers(text: object, problem: str | None) -> None:
-    assert _problem([text], ["t"]) == problem
-    assert _problem(["a", text], ["s", "t"]) == problem
+    ):
+        assert _problem([text], ["t"]) == _problem(["a", text], ["s", "t"]) == problem
 
 
 def test_rows_are_divided_into_requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,21 +272,16 @@ def test_rows_are_divided_into_requests(monkeypatch: pytest.MonkeyPatch) -> None
     assert _requests([], chunk) == []
 
 
-@pytest.mark.parametrize(
-    ("columns", "error", "shown"),
-    [
-        (["t"], InvalidRequest("has 5 tokens", INPUTS.below(3)), "t has 5 tokens"),
-        (["t"], InvalidRequest("is empty", INPUTS), "t is empty"),
-        (["q", "c"], InvalidRequest("is 5", INPUTS.below(3, "question")), "q is 5"),
-        (["q", "c"], InvalidRequest("has 9 tokens", INPUTS.below(0)), "the row has 9 tokens"),
-        (["t"], InvalidRequest("has", Location(("top_k",))), "top_k has"),
-        (["t"], EngineFailed("inputs[0]"), "inputs[0]"),
-    ],
-)
-def test_errors_name_the_columns(
-    columns: list[str], error: RequestError | EngineFailed, shown: str
-) -> None:
-    assert _with_columns(error, columns) == shown
+def test_errors_name_the_columns() -> None:
+    for columns, error, shown in (
+        ("t", InvalidRequest("has 5 tokens", INPUTS.below(3)), "t has 5 tokens"),
+        ("t", InvalidRequest("is empty", INPUTS), "t is empty"),
+        ("qc", InvalidRequest("is 5", INPUTS.below(3, "question")), "q is 5"),
+        ("qc", InvalidRequest("has 9 tokens", INPUTS.below(0)), "the row has 9 tokens"),
+        ("t", InvalidRequest("has", Location(("top_k",))), "top_k has"),
+        ("t", EngineFailed("inputs[0]"), "inputs[0]"),
+    ):
+        assert _with_columns(error, [*columns]) == shown
 
 
 def test_totals_of_a_shard() -> None:

@@ -55,11 +55,6 @@ def timed(limit_s: float, *parts: bytes | float | str) -> Request:
     return request(*parts, x_request_timeout_ms=f"{limit_s * 1000:.0f}")
 
 
-def sender_of(asked: Request) -> Sender:
-    sender: Sender = asked._receive.__self__  # type: ignore[attr-defined]
-    return sender
-
-
 def record_of(asked: Request) -> ServedRequest:
     record: ServedRequest = asked.scope[RECORD]
     return record
@@ -232,26 +227,33 @@ async def test_a_body_that_waits_for_memory() -> None:
         await read(limits, timed(2.0, bytes(LARGE)))
 
 
+class Answers:
+    """Large answers that take a while, and the clients whose answers have begun."""
+
+    def __init__(self) -> None:
+        self.limits, self.begun = limits_of(), list[str]()
+
+    def begin(self, *asked: Request, seconds: float = 1) -> list[asyncio.Task[None]]:
+        async def answer(one: Request) -> None:
+            with self.limits.request(one) as served:
+                await self.limits.begin_answer(served)
+                self.begun.append(served.client)
+                await asyncio.sleep(seconds)
+
+        return [asyncio.create_task(answer(one)) for one in asked]
+
+
+def of(*names: str) -> list[Request]:
+    return [request(client=name) for name in names]
+
+
 async def test_three_large_answers_are_written_at_once() -> None:
-    limits, begun = limits_of(), list[str]()
-
-    async def answer(name: str, asked: Request, seconds: float) -> None:
-        with limits.request(asked) as served:
-            await limits.begin_answer(served)
-            begun.append(name)
-            await asyncio.sleep(seconds)
-
-    first = [asyncio.create_task(answer(name, request(client=name), 10)) for name in "abc"]
-    late, gone = timed(5.0), request(client="gone")
-    waiting = [
-        asyncio.create_task(answer("late", late, 0)),
-        asyncio.create_task(answer("gone", gone, 0)),
-        asyncio.create_task(answer("cancelled", request(client="cancelled"), 0)),
-        asyncio.create_task(answer("last", request(client="last"), 0)),
-    ]
+    answers, others = Answers(), of("gone", "cancelled", "last")
+    begun, first = answers.begun, answers.begin(*of(*"abc"), seconds=10)
+    waiting = answers.begin(timed(5.0), *others, seconds=0)
     await asyncio.sleep(1)
     assert begun == ["a", "b", "c"]
-    record_of(gone).connection.leave()
+    record_of(others[0]).connection.leave()
     waiting[2].cancel()
     await asyncio.sleep(7)
     assert [task.done() for task in waiting] == [True, True, True, False]
@@ -263,23 +265,16 @@ async def test_three_large_answers_are_written_at_once() -> None:
     await asyncio.wait(first)
     for names, expected in (("abcd", "abc"), ("aaab", "aab")):  # one client has two turns at most
         begun.clear()
-        again = [asyncio.create_task(answer(c, request(client=c), 1)) for c in names]
+        again = answers.begin(*of(*names))
         await asyncio.sleep(0.5)
         assert begun == [*expected], "three turns are left, no more and no fewer"
         await asyncio.wait(again)
 
 
 async def test_a_turn_that_comes_as_the_request_ends_is_given_on() -> None:
-    limits = limits_of()
-
-    async def answer(asked: Request) -> None:
-        with limits.request(asked) as served:
-            await limits.begin_answer(served)
-            await asyncio.sleep(1)
-
+    answers = Answers()
     for ends in ("leaves", "cancelled"):
-        tasks = [asyncio.create_task(answer(request(client=name))) for name in "abc"]
-        last = asyncio.create_task(answer(asked := request(client="last")))
+        *tasks, last = answers.begin(*of(*"abc"), asked := request(client="last"))
         await asyncio.sleep(0.5)
         tasks[0].cancel()
         await asyncio.sleep(0)  # so the last one has its turn, but has not run
@@ -288,8 +283,7 @@ async def test_a_turn_that_comes_as_the_request_ends_is_given_on() -> None:
         else:
             last.cancel()
         await asyncio.gather(last, *tasks, return_exceptions=True)
-    tasks = [asyncio.create_task(answer(request(client=name))) for name in "abc"]
-    await asyncio.wait_for(asyncio.gather(*tasks), 1.5)
+    await asyncio.wait_for(asyncio.gather(*answers.begin(*of(*"abc"))), 1.5)
 
 
 async def test_large_answers_wait_for_room_and_hold_it_until_they_are_sent() -> None:
@@ -320,12 +314,11 @@ async def test_bodies_that_are_too_large() -> None:
     asked = request(b"1234", content_length="4")
     with refused("body_too_large", 4, 3):
         await read(limits_of(), asked, limit=3)
-    assert sender_of(asked).parts == [b"1234"], "it is refused before it arrives"
-    parts = [b"12"] * 20
-    asked = request(*parts)
+    assert asked._receive.__self__.parts == [b"1234"], "it is refused before it arrives"
+    asked = request(*[b"12"] * 20)
     with refused("body_too_large", 26, 3):
         await read(limits_of(), asked, limit=3)
-    assert len(sender_of(asked).parts) == 7, "eight times the limit is discarded"
+    assert len(asked._receive.__self__.parts) == 7, "eight times the limit is discarded"
     with refused("body_too_large", 4):
         await read(limits_of(), request(b"12", b"34"), limit=3)
     assert await read(limits_of(), request(b"123", content_length="3"), limit=3) == b"123"

@@ -60,11 +60,8 @@ class Gated:
         self.queues = queues or (Waiting(),)
         models = [GateModel(f"m@{n}", queue) for n, queue in enumerate(self.queues, 1)]
         routes = {"/embed": models, "/of/{name}": models, "/none": []}
-        self.paths, self.limits, self.starts = (
-            Paths(routes),
-            WaitLimits(max_wait_s),
-            StartQueue(LOOP_CLOCK),
-        )
+        self.paths, self.limits = Paths(routes), WaitLimits(max_wait_s)
+        self.starts = StartQueue(LOOP_CLOCK)
         self.gate = self.gate_of(routes)
 
     def gate_of(self, routes: dict[str, list[GateModel]]) -> Gate:
@@ -74,11 +71,7 @@ class Gated:
         return await self.passes(content_length=str(size), **given)
 
     async def passes(
-        self,
-        path: str = "/embed",
-        client: str = "a",
-        connection: Open | None = None,
-        **headers: str,
+        self, path: str = "/embed", client: str = "a", connection: Any = None, **headers: str
     ) -> ServiceError | None:
         """Return the refusal of a request, after the time for which it is held, or None."""
         sent = {"path": path, "method": "POST", "client": (client, 1), "headers": pairs(headers)}
@@ -122,8 +115,7 @@ async def test_a_queue_is_asked_once_for_a_base_and_its_adapters() -> None:
 
 
 async def test_a_wait_up_to_the_limit_is_admitted() -> None:
-    queue = Waiting(2.0)
-    gated = Gated(queue)
+    gated = Gated(queue := Waiting(2.0))
     assert await gated.ask() is None
     assert gated.record.model == "", "the handler chooses"
     assert queue.asked == [("a", LineKey(0, 0), 21, 0)]
@@ -141,8 +133,7 @@ async def test_a_wait_up_to_the_limit_is_admitted() -> None:
 
 async def test_answers_say_how_many_bytes_a_token_has() -> None:
     """A passage of 102 tokens and 765 bytes is of another class of size at 5 bytes per token."""
-    queue = Waiting(0.0)
-    gated = Gated(queue)
+    gated = Gated(queue := Waiting())
     await gated.ask(765)
     gated.answered(765, 102)
     await gated.ask(765)
@@ -169,16 +160,14 @@ async def test_odd_answers_say_little(
     size: int, tokens: int, headers: dict[str, Any], expected: int
 ) -> None:
     """Else a client of compressed or odd bodies would let those of others look long or short."""
-    queue = Waiting(0.0)
-    gated = Gated(queue)
+    gated = Gated(queue := Waiting())
     gated.answered(size, tokens, **headers)
     await gated.ask(1600)
     assert queue.asked[0][2] == expected
 
 
 async def test_those_that_come_back_find_the_room_that_they_need() -> None:
-    queue, connection = Waiting(5.0), Open()
-    gated = Gated(queue)
+    gated, connection = Gated(queue := Waiting(5.0)), Open()
     assert [await gated.told_s(connection=one) for one in (connection, Open())] == [3.0, 3.5]
     queue.seconds = 1.25
     assert str(await gated.ask(connection=Open())) == ("requests that were refused before go first")
@@ -220,8 +209,7 @@ async def test_what_it_is_told_is_true_when_its_late_answer_arrives() -> None:
 
 async def test_a_server_that_drains_refuses_all() -> None:
     """A client that gets 429 would come back to this replica."""
-    first, second = Waiting(9.0), Waiting(9.0)
-    gated = Gated(first, second)
+    gated = Gated(first := Waiting(9.0), Waiting(9.0))
     assert isinstance(await gated.ask(), Overloaded)
     gated.starts.is_closed = True
     assert isinstance(await gated.ask(), ShuttingDown)
@@ -235,8 +223,7 @@ async def test_a_server_that_drains_refuses_all() -> None:
      ("1" * 20, 1 + int("1" * 20) // 5)],
 )  # fmt: skip
 async def test_the_tokens_of_a_body_are_a_fifth_of_its_bytes(size: int | str, tokens: int) -> None:
-    queue = Waiting()
-    gated = Gated(queue)
+    gated = Gated(queue := Waiting())
     assert await gated.ask(size) is None
     assert queue.asked[0][2] == pytest.approx(tokens, rel=1e-15)
     assert await gated.passes() is None
@@ -244,8 +231,7 @@ async def test_the_tokens_of_a_body_are_a_fifth_of_its_bytes(size: int | str, to
 
 
 async def test_the_time_limit_of_a_request() -> None:
-    queue = Waiting(3.0)
-    gated = Gated(queue)
+    gated = Gated(queue := Waiting(3.0))
     # It ends after 3.5 s, and may take half of its time.
     assert await gated.ask(x_request_timeout_ms="7100") is None
     assert queue.asked[-1][1] == LineKey(0, 4)
@@ -267,18 +253,17 @@ class Starting:
     def __init__(self, clock: Clock = LOOP_CLOCK) -> None:
         self.starts, self.started = StartQueue(clock), list[str]()
 
-    def ask(self, client: str, tokens: int = 1) -> asyncio.Task[None]:
+    def ask(self, client: str, count: int = 1, tokens: int = 1) -> list[asyncio.Task[None]]:
         async def wait() -> None:
             await self.starts.wait(client, LineKey(0, 0), tokens)
             self.started.append(client)
 
-        return asyncio.create_task(wait())
+        return [asyncio.create_task(wait()) for _ in range(count)]
 
 
 async def test_a_few_start_per_turn_and_clients_take_turns() -> None:
     starting = Starting()
-    for _ in range(40):
-        starting.ask("heavy")
+    starting.ask("heavy", 40)
     await turns(1)
     assert 0 < len(starting.started) < 10
     starting.ask("light")
@@ -301,7 +286,7 @@ NO_WAIT = ExpectedWait(0.0, 0.0)
 async def test_what_waits_counts_until_it_starts_or_ends() -> None:
     starting = Starting()
     starts, key = starting.starts, LineKey(0, 0)
-    tasks = [starting.ask("a", 10) for _ in range(24)] + [starting.ask("b", 5)]
+    tasks = starting.ask("a", 24, tokens=10) + starting.ask("b", tokens=5)
     await turns(1)
     waiting = starts.with_start(NO_WAIT, "a").requests
     assert 14 <= waiting < 24
@@ -313,16 +298,14 @@ async def test_what_waits_counts_until_it_starts_or_ends() -> None:
     assert not starts.unsubmitted
     await turns(40)
     assert starts.waiting == 0
-    late = [starting.ask("c") for _ in range(9)]
-    await asyncio.gather(*late)
+    await asyncio.gather(*starting.ask("c", 9))
     assert starting.started[-9:] == ["c"] * 9
     assert starts.with_start(NO_WAIT, "c").requests == 0
     assert not starts.unsubmitted
 
 
 async def test_requests_that_wait_to_start_count_for_those_that_come() -> None:
-    queue = Waiting(0.0)
-    gated = Gated(queue, max_wait_s=2.0)
+    gated = Gated(queue := Waiting())
     tasks = [asyncio.create_task(gated.ask(client=client)) for client in "aaaaaaaaaaab"]
     await turns(1)
     assert [asked[3] for asked in queue.asked[:4]] == [0, 0, 0, 0]
@@ -335,8 +318,7 @@ async def test_requests_that_wait_to_start_count_for_those_that_come() -> None:
 async def test_the_wait_to_start_is_part_of_the_expected_wait() -> None:
     """If four requests take 0.4 s, a client waits for that, and another one for less."""
     starting = Starting(clock := VirtualClock())
-    for _ in range(100):
-        starting.ask("heavy")
+    starting.ask("heavy", 100)
     await turns(1)
     assert starting.starts.with_start(NO_WAIT, "heavy").seconds == 0.0, "nothing is measured yet"
     for _ in range(8):
@@ -403,8 +385,7 @@ async def test_a_refusal_has_the_headers_of_an_answer_for_an_allowed_origin() ->
 
 
 async def test_those_without_a_key_are_refused_first() -> None:
-    queue = Waiting(9.0)
-    status, headers = await App(queue, access=CLOSED).ask()
+    status, headers = await App(queue := Waiting(9.0), access=CLOSED).ask()
     assert (status, headers["www-authenticate"]) == (401, "Bearer")
     assert not queue.asked
 

@@ -29,7 +29,7 @@ def entry(requests: int | None = None, tokens: int | None = None) -> KeyEntry:
     return KeyEntry(sha256=digest("k"), scopes=["inference"], **limits)
 
 
-def sent(key: Key, now: float, most: int = 1000) -> int:
+def sent(key: Any, now: float, most: int = 1000) -> int:
     """Return how many requests a key may send at once."""
     for count in range(most):
         try:
@@ -37,6 +37,14 @@ def sent(key: Key, now: float, most: int = 1000) -> int:
         except Overloaded:
             return count
     return most
+
+
+def told_s(key: Key, now: float) -> float:
+    """Return after which time a key that sent too much may come back."""
+    with pytest.raises(RateLimited) as caught:
+        key.count(now)
+    assert caught.value.reason is errors.Rejection.KEY_LIMIT
+    return caught.value.retry_after_s
 
 
 def test_a_key_may_send_its_requests_at_once_and_no_more_after_an_idle_hour() -> None:
@@ -51,14 +59,9 @@ def test_a_key_may_send_its_requests_at_once_and_no_more_after_an_idle_hour() ->
 def test_a_refused_key_is_told_when_to_come_back() -> None:
     key = Key("team", entry(6))
     assert sent(key, 0.0) == 6
-    with pytest.raises(RateLimited) as caught:
-        key.count(2.0)
-    assert caught.value.reason is errors.Rejection.KEY_LIMIT
-    assert caught.value.retry_after_s == pytest.approx(8)
+    assert told_s(key, 2.0) == pytest.approx(8)
     key.count(10.0)
-    with pytest.raises(Overloaded) as again:
-        key.count(19.0)
-    assert again.value.retry_after_s == pytest.approx(1)
+    assert told_s(key, 19.0) == pytest.approx(1)
     key.count(20.5)
 
 
@@ -68,20 +71,14 @@ def test_tokens_are_taken_when_they_are_known_and_may_be_owed() -> None:
         key.count(now)
     key.take_tokens(1000, 1.0)
     key.take_tokens(1000, 1.0)
-    with pytest.raises(RateLimited) as caught:
-        key.count(1.0)
-    assert caught.value.reason is errors.Rejection.KEY_LIMIT
-    assert caught.value.retry_after_s == pytest.approx(140.1)
+    assert told_s(key, 1.0) == pytest.approx(140.1)
     key.take_tokens(-1000, 2.0)  # one of them had no result
-    with pytest.raises(Overloaded) as again:
-        key.count(2.0)
-    assert again.value.retry_after_s == pytest.approx(39.1)
+    assert told_s(key, 2.0) == pytest.approx(39.1)
     key.count(41.2)
     key = Key("team", entry(tokens=60))
     key.count(0.0)
     key.take_tokens(60, 50.0)
-    with pytest.raises(Overloaded):  # an idle minute before that saves nothing up
-        key.count(50.9)
+    assert told_s(key, 50.9), "an idle minute before that saves nothing up"
 
 
 def test_a_request_that_one_limit_refuses_costs_nothing_of_the_other() -> None:
@@ -92,19 +89,22 @@ def test_a_request_that_one_limit_refuses_costs_nothing_of_the_other() -> None:
         with refused("rate_limited", 60):
             key.count(0.0)
     key.count(10.0)
-    with pytest.raises(RateLimited) as caught:
-        key.count(10.0)
-    assert caught.value.retry_after_s == pytest.approx(20)
+    assert told_s(key, 10.0) == pytest.approx(20)
 
 
 TABLE = '[{name}]\nsha256 = "{digest}"\nscopes = ["inference", "metrics"]\n'
 
 
 def file_of(path: Path, **keys: str) -> Path:
-    path.write_text(
-        "".join(TABLE.format(name=name, digest=digest(key)) for name, key in keys.items())
-    )
+    tables = [TABLE.format(name=name, digest=digest(key)) for name, key in keys.items()]
+    path.write_text("".join(tables))
     return path
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Return a file with one key."""
+    return file_of(tmp_path / "keys", one="first")
 
 
 def test_a_key_is_found_by_its_hash(tmp_path: Path) -> None:
@@ -146,8 +146,8 @@ def test_files_of_keys_that_are_refused(tmp_path: Path) -> None:
         ('"2030-01-31T12:00Z"', "2030-01-31T12:00:00+00:00"),
     ],
 )
-def test_a_key_ends_at_its_time(tmp_path: Path, written: str, expires: str) -> None:
-    file, end = file_of(tmp_path / "keys", one="first"), datetime.fromisoformat(expires)
+def test_a_key_ends_at_its_time(file: Path, written: str, expires: str) -> None:
+    end = datetime.fromisoformat(expires)
     file.write_text(f"{file.read_text()}expires = {written}\n")
     key = Keys(file).find(b"Bearer first")
     assert key is not None
@@ -172,8 +172,7 @@ def test_the_log_warns_of_keys_that_expire_within_two_weeks(
     )
 
 
-def test_a_file_of_keys_has_a_limit(tmp_path: Path) -> None:
-    file = file_of(tmp_path / "keys", one="first")
+def test_a_file_of_keys_has_a_limit(file: Path) -> None:
     text = file.read_text()
     file.write_text(text + "#" * (1_000_000 - len(text)))
     assert Keys(file).find(b"Bearer first")
@@ -213,10 +212,13 @@ def test_a_changed_file_is_read_again_and_counts_go_on(
     assert keys.find(b"Bearer second") is None
     assert keys.find(b"Bearer other") is not two
     assert keys.find(b"Bearer first") is not one, "its entry is another"
+    file.write_text(file.read_text().replace("tokens_per_minute = 1", "tokens_per_minute = 60"))
+    keys.file.look()
+    assert sent(keys.find(b"Bearer k"), 1.0) == 1000, "another limit begins anew"
 
 
-def test_files_whose_permissions_change_are_read_again(tmp_path: Path) -> None:
-    file, modes = file_of(tmp_path / "keys", one="first"), []
+def test_files_whose_permissions_change_are_read_again(file: Path) -> None:
+    modes: list[int] = []
     files = WatchedFiles([file], lambda: modes.append(file.stat().st_mode & 0o777), "keys")
     files.read()
     files.look()
@@ -234,10 +236,9 @@ NO_FLOAT = f"[a]\nsha256 = '{'0' * 64}'\nscopes = ['admin']\ntokens_per_minute =
     "text", ["# all comments", "\xff", None, pytest.param(NO_FLOAT, id="no float")]
 )
 def test_a_file_without_keys_is_refused_as_a_damaged_one_is(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str | None
+    file: Path, caplog: pytest.LogCaptureFixture, text: str | None
 ) -> None:
     """The old keys stay, and the log has one error."""
-    file = file_of(tmp_path / "keys", one="first")
     keys = Keys(file)
     if text is None:
         file.unlink()
@@ -256,10 +257,8 @@ def test_a_file_without_keys_is_refused_as_a_damaged_one_is(
     assert keys.find(b"Bearer first") is None
 
 
-def test_a_file_says_that_it_is_meant_to_have_no_keys(tmp_path: Path) -> None:
-    file = file_of(tmp_path / "keys", one="first")
-    keys = Keys(file)
-    table = file.read_text()
+def test_a_file_says_that_it_is_meant_to_have_no_keys(file: Path) -> None:
+    keys, table = Keys(file), file.read_text()
     file.write_text("no_keys = true\n")
     keys.file.look()
     assert keys.find(b"Bearer first") is None
@@ -274,12 +273,12 @@ def headers(**sent: str) -> dict[bytes, bytes]:
     return dict(pairs(sent))
 
 
-def test_a_client_is_its_address_or_its_key(tmp_path: Path) -> None:
+def test_a_client_is_its_address_or_its_key(file: Path) -> None:
     assert recorded(client="192.0.2.7").client == "192.0.2.7"
     assert recorded(client=None).client == ""
     proxied = recorded(client="10.0.0.1", x_forwarded_for="192.0.2.1")
     assert proxied.client == "10.0.0.1", "no proxy is trusted"
-    callers = Callers(keys=Keys(file_of(tmp_path / "keys", one="first")))
+    callers = Callers(keys=Keys(file))
     first, again = (recorded(callers=callers, authorization="Bearer first") for _ in range(2))
     assert first.client == "key:one"
     assert first.key is again.key is not None
@@ -291,16 +290,13 @@ def test_a_client_is_its_address_or_its_key(tmp_path: Path) -> None:
 def test_a_request_states_its_time() -> None:
     for value, seconds in (("1", 0.001), ("1500", 1.5), ("30000", 30.0), ("0001", 0.001)):
         assert timeout_s(headers(x_request_timeout_ms=value), 30.0) == seconds
+    for value in ("0", "30001", "-1", "1.5", "", "1e3", "\u00b2", "1" * 16):
+        with refused("invalid_value", 1, 30000):
+            timeout_s(headers(x_request_timeout_ms=value), 30.0)
     both = pairs({"x_stainless_read_timeout": "9", "x_request_timeout_ms": "1500"})
     for order in (both, both[::-1]):
         assert timeout_s(dict(order), 30.0) == 1.5, "not that of the OpenAI client"
     assert timeout_s({}, 30.0) is None
-
-
-@pytest.mark.parametrize("value", ["0", "30001", "-1", "1.5", "", "1e3", "\u00b2", "1" * 16])
-def test_other_times_are_refused(value: str) -> None:
-    with refused("invalid_value", 1, 30000):
-        timeout_s(headers(x_request_timeout_ms=value), 30.0)
 
 
 @pytest.mark.parametrize(
@@ -313,8 +309,8 @@ def test_the_time_that_the_openai_client_waits(value: str, seconds: float | None
     assert timeout_s(headers(x_stainless_read_timeout=value), 30.0) == seconds
 
 
-def test_what_the_headers_of_a_request_say(tmp_path: Path) -> None:
-    callers = Callers(keys=Keys(file_of(tmp_path / "keys", one="first")), max_timeout_s=30.0)
+def test_what_the_headers_of_a_request_say(file: Path) -> None:
+    callers = Callers(keys=Keys(file), max_timeout_s=30.0)
     sent = {"authorization": "Bearer first", "x_request_timeout_ms": "1500", "x_request_id": "mine"}
     record = recorded(callers=callers, **sent)
     assert record.key is not None
@@ -341,41 +337,40 @@ def test_ids_of_requests() -> None:
     assert recorded().identity != recorded().identity
 
 
+REJECTIONS = {
+    errors.DeadlineExceeded: errors.Rejection.TIMEOUT,
+    errors.ShuttingDown: errors.Rejection.SHUTTING_DOWN,
+    errors.EngineDead: errors.Rejection.ENGINE_DEAD,
+}
+
+
 @pytest.mark.parametrize(
-    ("error", "headers"),
+    ("kind", "headers"),
     [
-        (errors.ShuttingDown("x"), {"retry-after": "1"}),
-        (errors.AdapterUnavailable("x"), {"retry-after": "1"}),
-        (errors.Unauthorized("x"), {"www-authenticate": "Bearer"}),
-        (errors.UnsupportedEncoding("x"), {"accept-encoding": "gzip"}),
-        (errors.SlowRequest("x"), {"connection": "close"}),
-        (errors.DeadlineExceeded("x"), {}),
-        (errors.InvalidRequest("x"), {}),
+        (errors.ShuttingDown, {"retry-after": "1"}),
+        (errors.EngineDead, {"retry-after": "1"}),
+        (errors.AdapterUnavailable, {"retry-after": "1"}),
+        (errors.Unauthorized, {"www-authenticate": "Bearer"}),
+        (errors.UnsupportedEncoding, {"accept-encoding": "gzip"}),
+        (errors.SlowRequest, {"connection": "close"}),
+        (errors.DeadlineExceeded, {}),
+        (errors.InvalidRequest, {}),
     ],
 )
-def test_headers_of_errors(error: errors.ServiceError, headers: dict[str, str]) -> None:
-    info = described(error)
+def test_headers_and_reasons_of_errors(kind: Any, headers: dict[str, str]) -> None:
+    info = described(kind("x"))
     assert info.headers == headers
-    assert (info.message, info.code) == ("x", error.code)
+    assert (info.message, info.code) == ("x", kind.code)
+    assert rejection(kind("x")) is REJECTIONS.get(kind)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "whole", "milliseconds"),
-    [(7, "7", "7000"), (1.2001, "2", "1201"), (0.0, "1", "1"), (0.5, "1", "500"), (-3, "1", "1")],
-)
-def test_a_refusal_says_when_to_come_back(seconds: float, whole: str, milliseconds: str) -> None:
-    headers = {"retry-after": whole, "retry-after-ms": milliseconds}
-    assert described(Overloaded("x", seconds)).headers == headers
-
-
-def test_why_the_server_s_state_lets_a_request_fail() -> None:
-    memory = Overloaded("x", 1, errors.Rejection.MEMORY)
-    assert rejection(memory) is errors.Rejection.MEMORY
-    assert rejection(errors.DeadlineExceeded("x")) is errors.Rejection.TIMEOUT
-    assert rejection(errors.ShuttingDown("x")) is errors.Rejection.SHUTTING_DOWN
-    assert rejection(errors.EngineDead("x")) is errors.Rejection.ENGINE_DEAD
-    assert rejection(errors.InvalidRequest("x")) is None
-    assert rejection(ValueError()) is None
+def test_a_refusal_says_when_to_come_back() -> None:
+    times = ((7, 7, 7000), (1.2001, 2, 1201), (0.0, 1, 1), (0.5, 1, 500), (-3, 1, 1))
+    for seconds, whole, milliseconds in times:
+        refusal = Overloaded("x", seconds, errors.Rejection.MEMORY)
+        headers = {"retry-after": f"{whole}", "retry-after-ms": f"{milliseconds}"}
+        assert described(refusal).headers == headers
+        assert rejection(refusal) is errors.Rejection.MEMORY
 
 
 def described(error: Exception, path: str = "/x") -> Any:
@@ -391,6 +386,7 @@ def test_errors_of_the_router_and_of_bugs() -> None:
     long = described(HTTPException(404), "/" + "x" * 500)
     assert long.message == f"there is no route '/{'x' * 118}; see /docs"
     bug = described(ValueError("secret"))
+    assert rejection(ValueError()) is None
     assert (bug.status, bug.kind) == (500, "Backend")
     assert "secret" not in bug.message
 

@@ -36,6 +36,11 @@ def of(ids: Sequence[int], **asked: Any) -> Encoding:
     return encoding(ids, **({"embed": True} | asked))
 
 
+def with_vectors(vectors: Any, ids: Sequence[int] = A) -> Encoding:
+    request = {"entities": EntityRequest([1], (), vectors)}
+    return Encoding(of(ids).input_ids, of(ids).token_type_ids, request)
+
+
 class World:
     """A scheduler that a test moves by hand, and equal work on it."""
 
@@ -83,13 +88,10 @@ class World:
     def check_nothing_is_left(self) -> None:
         queue = self.scheduler._queue
         assert (queue.tokens, queue.lines, queue._clients) == (0, {}, {})
-        for left in (
-            queue.demand._tokens,
-            self.scheduler._activity.requests,
-            self.work._in_flight,
-            self.work._run_of,
-        ):
-            assert not left
+        assert not queue.demand._tokens
+        assert not self.scheduler._activity.requests
+        assert not self.work._in_flight
+        assert not self.work._run_of
 
 
 def values(task: asyncio.Task[BatchResult]) -> list[int]:
@@ -247,10 +249,8 @@ def test_the_result_that_was_not_used_for_longest_makes_room() -> None:
 
 def test_adapters_and_their_base_run_apart(tmp_path: Path) -> None:
     base = bundle(tmp_path)
-    adapters = [
-        AdapterBundle(base.manifest, tmp_path, base, tmp_path, key, 1, frozenset())
-        for key in ("x@1", "x@2")
-    ]
+    rest = base.manifest, tmp_path, base, tmp_path
+    adapters = [AdapterBundle(*rest, key, 1, frozenset()) for key in ("x@1", "x@2")]
     queue = Scheduler(FakeEngine(), SchedulerLimits(1, 512, 1000, 30.0))
     models = [ServedModel(each, queue, lambda: "fp32") for each in (base, *adapters)]
     assert len({Pipeline(model, LIMITS)._fingerprint for model in models}) == 3
@@ -305,12 +305,8 @@ async def test_vectors_in_a_request_count_whole() -> None:
     vectors = np.random.default_rng(0).random((25, 512), np.float32)
     other = vectors.copy()
     other[12, 256] += 1
-    texts = [
-        Encoding(of(A).input_ids, of(A).token_type_ids, {"entities": EntityRequest([1], (), array)})
-        for array in (vectors, other, vectors.copy())
-    ]
     world = World()
-    asked = await world.ask(*texts)
+    asked = await world.ask(*map(with_vectors, (vectors, other, vectors.copy())))
     assert world.scheduler._queue.tokens == 2 * len(A)
     asked.cancel()
 
@@ -328,12 +324,6 @@ class Counted(np.ndarray[Any, np.dtype[np.float32]]):
 async def test_vectors_that_texts_share_are_read_once() -> None:
     """A request may have 2,048 texts, and 1,000 labels with 2 KB of numbers each."""
     vectors = np.ones((25, 512), np.float32).view(Counted)
-    texts = [
-        Encoding(
-            of(ids).input_ids, of(ids).token_type_ids, {"entities": EntityRequest([1], (), vectors)}
-        )
-        for ids in (A, B, C)
-    ]
-    asked = await World().ask(*texts)
+    asked = await World().ask(*(with_vectors(vectors, ids) for ids in (A, B, C)))
     assert Counted.reads == 1
     asked.cancel()

@@ -108,11 +108,10 @@ async def test_a_supervisor_that_does_not_read_stops_no_child(pipe: tuple[int, i
     assert errors == []
 
 
-SLEEPS = (sys.executable, "-S", "-c", "import time; time.sleep(60)")
+PYTHON = (sys.executable, "-S", "-c")
+SLEEPS = (*PYTHON, "import time; time.sleep(60)")
 REPORTS = (
-    sys.executable,
-    "-S",
-    "-c",
+    *PYTHON,
     "import json, os, sys; c = json.loads(sys.argv[1]); os.write(c['ready'], b'1'); print(c['name'])",
 )
 

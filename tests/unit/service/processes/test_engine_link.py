@@ -49,14 +49,17 @@ class Engines:
         message = frames.encode_answer(frames.Answer(run.number, outcome, wait))
         self.links[number].received(memoryview(message))
 
-    def wait(
-        self, client: str = "a", tokens: int = 3, timeout_s: float | None = None
-    ) -> ExpectedWait:
+    def wait(self, client: str = "a", tokens: int = 3, timeout_s: Any = None) -> ExpectedWait:
         return self.queue.expected_wait(client, LineKey.of(tokens, timeout_s), tokens)
 
     def submit(self, tokens: int = 3, **options: Any) -> Submission:
         array = np.arange(tokens, dtype=np.int32)
         return submit(self.queue, [Encoding(array, array)], time.monotonic() + 60, **options)
+
+
+def started() -> tuple[Engines, Wire]:
+    engines = Engines()
+    return engines, engines.start()
 
 
 RESULT = BatchResult([{}], 0.25, 0.5)
@@ -100,8 +103,7 @@ async def test_requests_go_to_the_running_engine_with_the_fewest_tokens() -> Non
 
 
 async def test_a_cancelled_request_is_cancelled_at_the_engine() -> None:
-    engines = Engines()
-    wire = engines.start()
+    engines, wire = started()
     future = engines.submit()
     assert future.cancel()
     assert wire.sent[-1] == frames.Cancel(wire.sent[0].number)
@@ -110,8 +112,7 @@ async def test_a_cancelled_request_is_cancelled_at_the_engine() -> None:
 
 
 async def test_requests_wait_for_the_process_that_replaces_theirs() -> None:
-    engines = Engines()
-    first = engines.start()
+    engines, first = started()
     sent = engines.submit(3)
     engines.links[0].lost()
     assert engines.queue.dead_reason == "the process of engine-0 ended"
@@ -123,20 +124,16 @@ async def test_requests_wait_for_the_process_that_replaces_theirs() -> None:
     second = engines.start()
     assert not engines.links[0].keeps_requests
     assert [len(run.encodings[0]) for run in second.sent] == [3, 4]
-    assert [run.terms.later_round for run in second.sent] == [True, False], (
-        "one was admitted before"
-    )
-    assert not sent.done()
-    assert not kept.done()
-    for run in second.sent:
+    later = [run.terms.later_round for run in second.sent]
+    assert later == [True, False], "one was admitted before"
+    for run, one in zip(second.sent, (sent, kept), strict=True):
+        assert not one.done()
         engines.answer(0, run, RESULT)
-    assert sent.result(0)
-    assert kept.result(0)
+        assert one.result(0)
 
 
 async def test_a_request_that_was_sent_to_two_engines_is_given_up() -> None:
-    engines = Engines()
-    engines.start()
+    engines, _ = started()
     twice = engines.submit()
     engines.links[0].lost()
     engines.start()
@@ -147,8 +144,7 @@ async def test_a_request_that_was_sent_to_two_engines_is_given_up() -> None:
 
 
 async def test_a_closed_queue_fails_what_is_pending() -> None:
-    engines = Engines()
-    engines.start()
+    engines, _ = started()
     future = engines.submit()
     engines.queue.close()
     with refused("shutting_down"):
@@ -184,8 +180,7 @@ async def test_the_expected_wait_is_the_shortest_of_the_running_engines() -> Non
 async def test_waits_of_many_lines_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert EngineLink._MAX_WAITS == 4096
     monkeypatch.setattr(EngineLink, "_MAX_WAITS", 2)
-    engines = Engines()
-    wire = engines.start()
+    engines, wire = started()
     for name, kept in (("a", 1), ("b", 2), ("c", 1)):
         engines.submit(client=name)
         engines.answer(0, wire.sent[-1], RESULT, 3.0)
@@ -196,8 +191,7 @@ async def test_waits_of_many_lines_take_no_memory(monkeypatch: pytest.MonkeyPatc
 async def test_kept_requests_up_to_the_limit_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineLink, "_MAX_KEPT_TOKENS", 10)
 
-    engines = Engines()
-    engines.start()
+    engines, _ = started()
     engines.links[0].lost()
     engines.submit(4)
     engines.submit(6)
@@ -248,8 +242,7 @@ async def test_a_link_connects_again_and_closes_at_the_end(tmp_path: Path) -> No
 
 @leaping
 async def test_no_time_but_the_deadline_ends_the_wait_for_the_next_process() -> None:
-    engines = Engines()
-    engines.start()
+    engines, _ = started()
     patient, hasty = engines.submit(3), engines.submit(4)
     engines.links[0].lost()
     await asyncio.sleep(600)
@@ -259,18 +252,15 @@ async def test_no_time_but_the_deadline_ends_the_wait_for_the_next_process() -> 
     wire = engines.start()
     assert [len(run.encodings[0]) for run in wire.sent] == [3, 5]
     await asyncio.sleep(600)
-    assert not patient.done(), "no timer of the replaced process ends it"
-    assert not kept.done()
-    for run in wire.sent:
+    for run, one in zip(wire.sent, (patient, kept), strict=True):
+        assert not one.done(), "no timer of the replaced process ends it"
         engines.answer(0, run, RESULT)
-    assert patient.result(0)
-    assert kept.result(0)
+        assert one.result(0)
 
 
 @leaping
 async def test_an_engine_with_other_models_ends_no_wait() -> None:
-    engines = Engines()
-    engines.start()
+    engines, _ = started()
     future = engines.submit()
     engines.links[0].lost()
     engines.start(reference="bert@2")

@@ -14,13 +14,9 @@ WORDS = ["paris", "unhealthy", "walking", "houses", "red"]
 THREE_MASKS = "a [MASK] [MASK] and a [MASK]"
 
 
-def ask(server: Server, inputs: Any, model: str = "bert", **parameters: Any) -> httpx.Response:
+def answer(server: Server, inputs: str, model: str, **parameters: Any) -> Any:
     body = {"inputs": inputs, "parameters": parameters, "model": model}
-    return httpx.post(f"{server.url}/fill-mask", json=body, timeout=60)
-
-
-def answer(server: Server, inputs: Any, model: str = "bert", **parameters: Any) -> Any:
-    response = ask(server, inputs, model, **parameters)
+    response = httpx.post(f"{server.url}/fill-mask", json=body, timeout=60)
     assert response.status_code == 200, response.text
     return response.json()
 

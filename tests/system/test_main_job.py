@@ -1,6 +1,4 @@
-"""The main job on real weights: the server's answers equal sentence-transformers', under
-concurrency.
-"""
+"""The main job on real weights: answers to many clients equal those of sentence-transformers."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +28,6 @@ PATIENT = {"CLOZE_MAX_QUEUE_WAIT_MS": "0", "CLOZE_REQUEST_TIMEOUT_MS": "60000"}
 
 
 def embed_by_16_clients(url: str, texts: list[str]) -> np.ndarray:
-    """One text a request, 16 at once."""
     with (
         httpx.Client(base_url=url, timeout=60, limits=httpx.Limits(max_connections=16)) as client,
         ThreadPoolExecutor(16) as pool,

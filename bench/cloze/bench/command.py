@@ -86,13 +86,8 @@ _task_option = click.option("--task", type=click.Choice(["embed", "fill-mask"]),
 _seconds_option = click.option(
     "--seconds", type=click.FloatRange(min=0.1), default=10.0, help="Duration of each load."
 )
+_FRONTENDS = "Front end processes, one server per number; 0: a single process."
 _out_option = click.option("--out", type=_PATH, metavar="NAME", help="Write NAME.json and NAME.md.")
-
-
-def _frontends_option(default: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return an option of numbers of front ends."""
-    text = "Front end processes, one server per number; 0: a single process."
-    return _numbers("--frontends", default, text, click.IntRange(min=0))
 
 
 def _peer_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -155,7 +150,7 @@ def _peer_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="For engine and server."
 )
-@_frontends_option("0")
+@_numbers("--frontends", "0", _FRONTENDS, click.IntRange(min=0))
 @_peer_options
 @click.option(
     "--backend",
@@ -259,8 +254,8 @@ def compare(before: Path, after: Path, every: bool, as_json: bool) -> None:
         right = ("before", "after", "change", "noise")
         print_rows(rows, as_json=as_json, right=right, headings=True)
     else:
-        compared = f"{len(differences)} figures are the same within their turns' spread"
-        click.echo(f"nothing moved: {compared}")
+        same = f"{len(differences)} figures are the same within their turns' spread"
+        click.echo(f"nothing moved: {same}")
 
 
 @_command
@@ -276,7 +271,7 @@ def compare(before: Path, after: Path, every: bool, as_json: bool) -> None:
     "1024,2048,4096,8192,16384,32768",
     "Tokens per batch; all sequences of a batch have one length.",
 )
-@_frontends_option("0,1,2,4,8,12")
+@_numbers("--frontends", "0,1,2,4,8,12", _FRONTENDS, click.IntRange(min=0))
 @click.option(
     "--sequences", type=_COUNT, default=1024, help="Number of sequences with SQuAD's lengths."
 )

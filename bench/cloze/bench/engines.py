@@ -4,7 +4,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from cloze.bench.errors import BenchError
 from cloze.bench.report import markdown
-from cloze.model_store import Bundle, Store
+from cloze.model_store import Store
 from cloze.tables import report
 
 _PRECISIONS = {
@@ -61,11 +61,13 @@ def measure_engines(plan: EnginesPlan) -> str:
 
     An engine that does not start is left out, with its reason below the tables.
     """
+    from cloze.export.measure.pairs import read_pairs, tokenize_pairs
     from cloze.export.measure.texts import SENTENCES
 
     bundle = Store(plan.model_store).open(plan.model)
     _write(plan.work / "bundle.json", [str(plan.model_store.resolve()), plan.model])
-    ids = [each.ids for each in _tokenizer(bundle).encode_batch(list(SENTENCES))]
+    tokenizer = Tokenizer.from_file(str(bundle.file(bundle.manifest.tokenizer.file)))
+    ids = [each.ids for each in tokenizer.encode_batch(list(SENTENCES))]
     _write(plan.work / "calibration.json", ids)
     shapes, lines = list(product(plan.batches, plan.lengths)), list[str]()
     quality, left_out = dict[str, float](), set[str]()
@@ -81,7 +83,10 @@ def measure_engines(plan: EnginesPlan) -> str:
                     left_out.add(f"- {engine} is left out: {error}")
                     report(f"{engine} is left out: {error}")
             if plan.pairs is not None and not quality:
-                quality = _quality(plan.pairs, bundle, plan.work, running)
+                rows = tokenize_pairs(
+                    read_pairs([plan.pairs]), tokenizer, bundle.manifest.limits.max_tokens
+                )
+                quality = _quality(rows, plan.work, running)
             times: dict[str, list[float]] = {engine: [] for engine in running}
             for shape in shapes:
                 request = {"shape": shape, "seconds": plan.seconds}
@@ -136,13 +141,11 @@ class _Engine:
 
 
 def _quality(
-    file: Path, bundle: Bundle, work: Path, running: Mapping[str, _Engine]
+    rows: Sequence[tuple[Any, ...]], work: Path, running: Mapping[str, _Engine]
 ) -> dict[str, float]:
     """Return the rank correlation of each engine's cosines with the scores of pairs."""
     from cloze.export.measure.metrics import spearman
-    from cloze.export.measure.pairs import read_pairs, tokenize_pairs
 
-    rows = tokenize_pairs(read_pairs([file]), _tokenizer(bundle), bundle.manifest.limits.max_tokens)
     request = {"ids": str(work / "pairs.json"), "out": str(work / "pairs.npy")}
     _write(Path(request["ids"]), [ids for first, second, _ in rows for ids in (first, second)])
     figures = {}
@@ -168,18 +171,12 @@ def _table(
         rows.append([engine, *(f"{each:.3g}" for each in ms), rho])
     for precision, compared in (("fp32", "fp32"), ("int8", "")):
         others = [ms for e, ms in times.items() if "cloze" not in e and e.endswith(compared)]
-        if others and f"cloze {precision}" in times:
-            pairs = zip(
-                times[f"cloze {precision}"], map(min, zip(*others, strict=True)), strict=True
-            )
+        if others and (ours := times.get(f"cloze {precision}")):
+            ratios = np.array(ours) / np.min(others, axis=0)
             name = f"cloze {precision} over the best other"
-            rows.append([name, *(f"{ours / best:.2f}" for ours, best in pairs), ""])
+            rows.append([name, *(f"{each:.2f}" for each in ratios), ""])
     titles = [f"{threads} threads, ms", *(f"{b} x {s}" for b, s in shapes), "Spearman"]
     return markdown(titles, rows)
-
-
-def _tokenizer(bundle: Bundle) -> Tokenizer:
-    return Tokenizer.from_file(str(bundle.file(bundle.manifest.tokenizer.file)))
 
 
 def _write(file: Path, value: Any) -> None:

@@ -11,21 +11,8 @@ from cloze.model_store.installation import DISTRIBUTION
 from cloze.model_store.processor import instructions, processor_name
 from cloze.service.machine import available_cpus
 
-_PACKAGES = (
-    DISTRIBUTION,
-    "onnxruntime",
-    "onnxruntime-gpu",
-    "tokenizers",
-    "uvicorn",
-    "fastapi",
-    "torch",
-    "transformers",
-    "infinity-emb",
-    "sentence-transformers",
-    "optimum",
-    "optimum-intel",
-    "openvino",
-)
+_PACKAGES = f"""{DISTRIBUTION} onnxruntime onnxruntime-gpu tokenizers uvicorn fastapi torch
+transformers infinity-emb sentence-transformers optimum optimum-intel openvino"""
 
 _INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8")
 
@@ -65,7 +52,10 @@ def installed_versions(python: str = sys.executable) -> dict[str, str]:
         OSError: the interpreter does not start.
     """
     output = subprocess.run(
-        [python, "-c", _LIST_VERSIONS, *_PACKAGES], capture_output=True, text=True, check=True
+        [python, "-c", _LIST_VERSIONS, *_PACKAGES.split()],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     versions: dict[str, str] = json.loads(output)
     return versions

@@ -4,6 +4,7 @@ The references share no code with the export: they are built with the tokenizers
 the papers and file formats say.
 """
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,6 +46,29 @@ def test_ids_are_those_of_the_reference(kind: str, tmp_path: Path) -> None:
     assert [*map(list, tokenizer.ids([long]))] == [
         reference.encode(long, add_special_tokens=False).ids
     ]
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"wordpiece-vocabulary", "bytes-merges"}))
+def test_no_entity_is_a_part_of_a_word_of_the_tokenizer(kind: str, tmp_path: Path) -> None:
+    """Neighbouring tokens have different labels, and a word takes one of them."""
+    KINDS[kind].write(tmp_path)
+    context, reference = served(tmp_path), KINDS[kind].reference()
+    asked = {"aggregation_strategy": "first", "words": "tokenizer", "ignore_labels": []}
+    for text in lines(120):
+        encoding = reference.encode(text, add_special_tokens=False)
+        if not encoding.ids:
+            continue
+        chosen = np.arange(len(encoding.ids) + 2) % 4
+        request = prepared("token-classification", text, context, **asked)
+        result = {"token_classification": ArrayResult(9 * np.eye(4, dtype=np.float32)[chosen])}
+        [entities] = decoded("token-classification", request, [result], context)
+        runs = [set(range(*run.span())) for run in re.finditer(r"\S+", text)]
+        covered = [set(range(entity.start, entity.end)) for entity in entities]
+        for word in set(encoding.word_ids) - {None}:
+            places = zip(encoding.word_ids, encoding.offsets, strict=True)
+            own = {place for one, ends in places if one == word for place in range(*ends)}
+            for part in (own & run for run in runs):
+                assert all(part & one in (set(), part) for one in covered), ascii(text)
 
 
 @pytest.mark.filterwarnings("ignore:Tokenizer does not support real words")

@@ -481,30 +481,21 @@ def test_7_what_cannot_finish_in_the_grace_period_is_told_so(tiny_store: Path) -
         assert time.monotonic() - started < 12
 
 
-def stopped_engine(server: Server) -> int:
-    """Kill the engine process, stop the one that replaces it, and return that one's process id."""
-    (killed,) = children(server.process.pid, "engine-0")
-    os.kill(killed, signal.SIGKILL)
-    until(lambda: httpx.get(f"{server.url}/readyz"), 503)
-    wait_until(lambda: children(server.process.pid, "engine-0") not in ([], [killed]))
-    (engine,) = children(server.process.pid, "engine-0")
-    os.kill(engine, signal.SIGSTOP)
-    return engine
-
-
-def timed_embed(server: Server, word: str, limit_ms: int) -> httpx.Response:
-    headers = {"x-request-timeout-ms": str(limit_ms)}
-    return httpx.post(f"{server.url}/embed", json={"inputs": word}, headers=headers, timeout=60)
-
-
 @pytest.mark.slow
 def test_4_a_drain_ends_in_its_time_without_an_engine(tiny_store: Path) -> None:
     with (
         front_ends(tiny_store, CLOZE_SHUTDOWN_GRACE_MS="1000") as server,
         ThreadPoolExecutor(1) as pool,
     ):
-        stopped_engine(server)
-        waiting = pool.submit(timed_embed, server, "paris", 50_000)
+        (killed,) = children(server.process.pid, "engine-0")
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: httpx.get(f"{server.url}/readyz"), 503)
+        wait_until(lambda: children(server.process.pid, "engine-0") not in ([], [killed]))
+        (replacing,) = children(server.process.pid, "engine-0")
+        os.kill(replacing, signal.SIGSTOP)
+        limit = {"x-request-timeout-ms": "50000"}
+        asked = {"json": {"inputs": "paris"}, "headers": limit, "timeout": 60}
+        waiting = pool.submit(httpx.post, f"{server.url}/embed", **asked)
         wait_until(lambda: metric(server, "cloze_requests_in_flight") > 1)  # one of them asks this
         began = time.monotonic()
         server.process.send_signal(signal.SIGTERM)

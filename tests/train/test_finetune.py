@@ -31,7 +31,7 @@ from cloze.model_store import Store
 from cloze.model_store.heads.sequence_classification import SequenceLabels
 from tests.support import fine_tuning
 from tests.support.command import call
-from tests.support.family_checkpoints import WITHOUT_QUESTIONS, ids_of, ours, same, theirs
+from tests.support.family_checkpoints import ids_of, ours, same, theirs
 from tests.support.fine_tuning import LORA, check_refused, held_out, invoke, save_source
 from tests.support.training import ACTS, PEOPLE, PLACES, write_questions
 
@@ -431,19 +431,3 @@ def test_bad_folders(damage: Callable[[Path], object], message: str, tmp_path: P
     file = write_rows(tmp_path / "data.jsonl", GOOD)
     given = ["finetune-classify", source, "--labelled", file]
     check_refused(tmp_path, given, "tokens = 40\n", message)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", [*FAMILIES, "modernbert of the mean"])
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_family_learns(name: str, family: str, tmp_path: Path) -> None:
-    """Each family's own class of transformers is trained, and the export computes the same."""
-    if name == "answers" and family in WITHOUT_QUESTIONS:
-        return
-    family, _, pooling = family.partition(" of the ")
-    case, settings = CASES[name], {"classifier_pooling": pooling} if pooling else {}
-    source = save_source(family, tmp_path / "source", **settings)
-    trained = run(name, source, tmp_path, recipe=one_epoch(name))
-    network = case.kind.from_pretrained(trained, attn_implementation="eager")
-    assert network.config.to_dict().items() >= settings.items()
-    check_equal(trained, case.head, network)

@@ -1,4 +1,4 @@
-"""The examples of the README, of Start and of the clients' page run, against the models of the project."""
+"""Examples of the README, of Start and of the clients' page run, with the project's models."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""A start opens everything or nothing: models, limits and memory; what fails leaves nothing behind."""
+"""A start opens models, limits and memory, or nothing; what fails leaves nothing behind."""
 
 import errno
 import gc

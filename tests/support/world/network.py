@@ -62,7 +62,7 @@ class Loop(asyncio.BaseEventLoop):
             self._is_polling = False
 
     def _run_once(self) -> None:
-        """Run what is ready, as asyncio does, without what only real files and slow callbacks need."""
+        """Run what is ready, as asyncio does, without the part for files and slow callbacks."""
         scheduled, ready, timeout = self._scheduled, self._ready, None
         while scheduled and scheduled[0]._cancelled:
             heapq.heappop(scheduled)._scheduled = False

@@ -60,7 +60,7 @@ NAMES = {
 
 
 def test_values_that_a_manifest_may_have() -> None:
-    """`manifests.txt` has a reason, a path with a value in Python, and the first problem per line."""
+    """A line of `manifests.txt` has a reason, a path with a value in Python, and the problem."""
     check_table(Path(__file__).with_name("manifests.txt"), outcome)
 
 

@@ -112,7 +112,7 @@ def of_targets(*masks: list[float]) -> MaskedLMResult:
 
 
 def whole(best: str, **logits: float) -> MaskedLMResult:
-    """Return a result with the likeliest token, and logits of the whole vocabulary; the sum is 4."""
+    """Return a result with the likeliest token, and logits of all words; their sum is 4."""
     row = np.zeros((1, len(ID)), np.float32)
     row[0, [ID[token] for token in logits]] = list(logits.values())
     three, four = np.full((1, 1), 3, np.float32), np.full(1, 4, np.float32)

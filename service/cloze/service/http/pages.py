@@ -9,7 +9,7 @@ that path itself, without a slash at its end, a page must say what they are rela
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
@@ -55,6 +55,8 @@ ASSET_PATHS: Final = tuple(
 """Paths of the files that the documentation of the API loads."""
 
 _REF = "#/components/schemas/{model}"
+
+_KEY: Final = {"type": "http", "scheme": "bearer", "description": "a key of this server"}
 
 _HERE: Final = "."
 """The server's address, relative to the OpenAPI document, which may lie below a proxy's path."""
@@ -126,19 +128,31 @@ def answer_headers(routes: Sequence[Route]) -> list[str]:
     return sorted({name for names in (*documented, *_ERROR_HEADERS.values()) for name in names})
 
 
-def document(title: str, version: str, description: str, routes: Sequence[Route]) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of routes."""
+def document(
+    title: str,
+    version: str,
+    description: str,
+    routes: Sequence[Route],
+    without_key: Set[str] | None = None,
+) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document of routes.
+
+    `without_key` has the paths whose GET needs no API key; None: no request needs one.
+    """
     schemas, definitions = _schemas(routes)
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         operation = _operation(route, schemas)
+        if without_key is not None and (route.method != "GET" or route.path not in without_key):
+            operation["security"] = [{"key": []}]
         paths.setdefault(route.path, {})[route.method.lower()] = operation
+    schemes = {} if without_key is None else {"securitySchemes": {"key": _KEY}}
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": version, "description": description},
         "servers": [{"url": _HERE}],
         "paths": paths,
-        "components": {"schemas": definitions},
+        "components": {"schemas": definitions} | schemes,
     }
 
 

@@ -52,7 +52,7 @@ def create_app(
 
     `respond` writes the response to an error.
     """
-    pages = {**PARTS, "/openapi.json": _openapi_handler(routes)}
+    pages = {**PARTS, "/openapi.json": _openapi_handler(routes, access)}
     direct = {("GET", path): handler for path, handler in pages.items()}
     direct |= {(r.method, r.path): r.handler for r in routes if "{" not in r.path}
     app: ASGIApp = Door(access, gate, _router(routes, pages, respond), direct, respond)
@@ -121,12 +121,14 @@ async def _without_slash(request: Request) -> Response:
     return RedirectResponse(f"{address}?{query}" if query else address)
 
 
-def _openapi_handler(routes: Sequence[Route]) -> Handler:
+def _openapi_handler(routes: Sequence[Route], access: Access) -> Handler:
     """Return the handler of the OpenAPI document, which is written once, on a thread."""
 
     @lru_cache(1)
     def written() -> bytes:
-        return orjson.dumps(document("Cloze", version(DISTRIBUTION), _DESCRIPTION, routes))
+        without_key = access.open_routes if access.needs_keys else None
+        made = document("Cloze", version(DISTRIBUTION), _DESCRIPTION, routes, without_key)
+        return orjson.dumps(made)
 
     async def answer(request: Request) -> Response:
         content = at_path(await asyncio.to_thread(written), public_path(request))

@@ -24,6 +24,7 @@ _PRECISIONS = {
     "cloze": ("fp32", "int8"),
     "onnxruntime": ("fp32", "int8"),
     "openvino": ("fp32", "bf16", "int8"),
+    "openvino-streams": ("fp32", "bf16", "int8"),
     "ctranslate2": ("fp32", "int8"),
 }
 ENGINES = tuple(f"{name} {kind}" for name, kinds in _PRECISIONS.items() for kind in kinds)
@@ -65,10 +66,11 @@ def measure_engines(plan: EnginesPlan) -> str:
     from cloze.export.measure.texts import SENTENCES
 
     bundle = Store(plan.model_store).open(plan.model)
-    _write(plan.work / "bundle.json", [str(plan.model_store.resolve()), plan.model])
+    place = [str(plan.model_store.resolve()), plan.model]
+    (plan.work / "bundle.json").write_text(json.dumps(place))
     tokenizer = Tokenizer.from_file(str(bundle.file(bundle.manifest.tokenizer.file)))
     ids = [each.ids for each in tokenizer.encode_batch(list(SENTENCES))]
-    _write(plan.work / "calibration.json", ids)
+    (plan.work / "calibration.json").write_text(json.dumps(ids))
     shapes, lines = list(product(plan.batches, plan.lengths)), list[str]()
     quality, left_out = dict[str, float](), set[str]()
     for threads in plan.threads:
@@ -147,7 +149,8 @@ def _quality(
     from cloze.export.measure.metrics import spearman
 
     request = {"ids": str(work / "pairs.json"), "out": str(work / "pairs.npy")}
-    _write(Path(request["ids"]), [ids for first, second, _ in rows for ids in (first, second)])
+    ids = [each for first, second, _ in rows for each in (first, second)]
+    Path(request["ids"]).write_text(json.dumps(ids))
     figures = {}
     for engine, process in running.items():
         process.ask(request)
@@ -177,7 +180,3 @@ def _table(
             rows.append([name, *(f"{each:.2f}" for each in ratios), ""])
     titles = [f"{threads} threads, ms", *(f"{b} x {s}" for b, s in shapes), "Spearman"]
     return markdown(titles, rows)
-
-
-def _write(file: Path, value: Any) -> None:
-    file.write_text(json.dumps(value))

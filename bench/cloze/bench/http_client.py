@@ -36,13 +36,8 @@ class Response:
 
 def post(path: str, body: bytes) -> bytes:
     """Return the bytes of a POST request with a JSON body."""
-    lines = (
-        f"POST {path} HTTP/1.1",
-        "host: localhost",
-        "content-type: application/json",
-        f"content-length: {len(body)}",
-    )
-    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 
 class Connection(asyncio.Protocol):

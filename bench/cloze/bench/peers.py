@@ -58,19 +58,13 @@ class Peer:
 
 
 def _infinity(python: str, checkpoint: Path, _: tuple[str, ...]) -> list[MeasuredServer]:
-    options = {
-        "--model-id": str(checkpoint),
-        "--served-model-name": "m",
-        "--engine": "torch",
-        "--device": "cpu",
-        "--port": "{port}",
-    }
-    arguments = [part for option in options.items() for part in option]
+    model = ("--model-id", str(checkpoint), "--served-model-name", "m")
+    options = ("--engine", "torch", "--device", "cpu", "--no-bettertransformer")
     program = str(Path(python).parent / "infinity_emb")
     return [
         MeasuredServer(
             "infinity-emb",
-            (program, "v2", *arguments, "--no-bettertransformer"),
+            (program, "v2", *model, *options, "--port", "{port}"),
             "/embeddings",
             "/health",
             texts_field="input",

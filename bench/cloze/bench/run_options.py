@@ -69,8 +69,7 @@ def measure_run(options: RunOptions) -> Result:
         }
         lengths = next(iter(engines.values()))().lengths
         mean = sum(lengths) / len(lengths)
-        source = f"({texts.source}; {len(lengths)} of {mean:.1f} tokens on average)"
-        result.texts[name] = source
+        result.texts[name] = f"({texts.source}; {len(lengths)} of {mean:.1f} tokens on average)"
         plan = replace(options.plan, label=name if len(sets) > 1 else "")
         measure(engines, servers, texts.texts, plan, result)
     return result

@@ -100,11 +100,8 @@ def random_bundle(name: str, folder: Path, *, cuda: bool) -> tuple[Bundle, Check
 
 def _vocabulary(size: int) -> dict[str, int]:
     """Return `size` tokens and their ids."""
-    tokens = [
-        *SPECIAL_TOKENS.values(),
-        *ascii_lowercase,
-        *(f"##{letter}" for letter in ascii_lowercase),
-    ]
+    parts = (f"##{letter}" for letter in ascii_lowercase)
+    tokens = [*SPECIAL_TOKENS.values(), *ascii_lowercase, *parts]
     # The remaining tokens consist of letters, because a number is not always one token.
     words = map("".join, product(ascii_lowercase, repeat=4))
     tokens += islice(words, size - len(tokens))

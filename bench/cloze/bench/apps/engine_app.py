@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +40,14 @@ def answer_lines(embed: Embed, vocabulary: int) -> None:
 def _milliseconds(embed: Embed, vocabulary: int, shape: list[int], seconds: float) -> float:
     """Return the time of a batch as a whole, or in parts of `_PART_TOKENS` if that is less."""
     ids = np.random.default_rng(0).integers(vocabulary // 30, vocabulary, shape)
-    texts = max(1, _PART_TOKENS // shape[1])
-    parts = [ids[first : first + texts] for first in range(0, len(ids), texts)]
+    parts = _cut(ids, max(1, _PART_TOKENS // shape[1]))
     whole = _duration_ms(embed, [ids], seconds)
     return min(whole, _duration_ms(embed, parts, seconds)) if len(parts) > 1 else whole
+
+
+def _cut(ids: Any, texts: int) -> list[Any]:
+    """Return parts of a batch, each of at most so many texts."""
+    return [ids[first : first + texts] for first in range(0, len(ids), texts)]
 
 
 def _duration_ms(embed: Embed, batches: list[Any], seconds: float) -> float:
@@ -65,13 +68,13 @@ def _write_vectors(embed: Embed, _: int, ids: str, out: str) -> int:
 def _cloze(folder: Path, precision: str, threads: int) -> Embed:
     """Open a graph of the bundle that ``bundle.json`` names, and run it as a server does.
 
-    One text runs on all threads. Several texts are shared by workers with one thread each.
+    One text runs on all threads. Several texts are shared by as many callers with one thread each.
     """
     from cloze.model_store import Store
-    from cloze.model_store.batch import BatchCodec, Encoding
+    from cloze.model_store.batch import BatchCodec, Encoding, PackedBatch
     from cloze.model_store.heads import HeadRequest
     from cloze.model_store.manifest import Precision
-    from cloze.service.engine.session import CpuSession, Session, cpu_session
+    from cloze.service.engine.session import CpuSession, cpu_session
 
     store, name = json.loads((folder / "bundle.json").read_text())
     bundle = Store(Path(store)).open(name)
@@ -84,16 +87,16 @@ def _cloze(folder: Path, precision: str, threads: int) -> Embed:
         sys.exit("no folder for temporary files is on a disk")
     asked, workers = {"embedding": HeadRequest()}, ThreadPoolExecutor(threads)
 
-    def run(session: Session, ids: Any) -> Any:
+    def pack(ids: Any) -> PackedBatch:
         rows, types = ids.astype(np.int32), np.zeros(ids.shape[1], np.int32)
-        batch = codec.pack([Encoding(row, types, asked) for row in rows])
-        return session.run(batch.outputs, batch.feeds)[0]
+        return codec.pack([Encoding(row, types, asked) for row in rows])
 
     def embed(ids: Any) -> Any:
-        if threads > 1 and len(ids) == 1:
-            return run(shared.alone, ids)
-        parts = np.array_split(ids, min(threads, len(ids)))
-        return np.concatenate([*workers.map(partial(run, shared.side_by_side), parts)])
+        session = shared.alone if len(ids) == 1 < threads else shared.side_by_side
+        first, *others = map(pack, _cut(ids, -(-len(ids) // threads)))
+        runs = [workers.submit(session.run, each.outputs, each.feeds) for each in others]
+        outputs = [session.run(first.outputs, first.feeds), *(run.result() for run in runs)]
+        return np.concatenate([vectors for (vectors,) in outputs])
 
     return embed
 
@@ -149,7 +152,8 @@ def _onnxruntime(folder: Path, precision: str, threads: int) -> Embed:
     return lambda ids: session.run(None, _feeds(ids))[0]
 
 
-def _openvino(folder: Path, precision: str, threads: int) -> Embed:
+def _openvino(folder: Path, precision: str, threads: int, streams: int = 1) -> Embed:
+    """Open a graph in OpenVINO; several streams share the texts of a batch."""
     import openvino
 
     core, file = openvino.Core(), folder / "openvino-int8.xml"
@@ -163,12 +167,22 @@ def _openvino(folder: Path, precision: str, threads: int) -> Embed:
         openvino.save_model(rounded, file, compress_to_fp16=False)
     options = {
         "INFERENCE_NUM_THREADS": threads,
-        "PERFORMANCE_HINT": "LATENCY",
+        "NUM_STREAMS": streams,
         "INFERENCE_PRECISION_HINT": "bf16" if precision == "bf16" else "f32",
     }
     graph = file if precision == "int8" else _plain_graph(folder, "fp32")
-    request = core.compile_model(graph, "CPU", options).create_infer_request()
-    return lambda ids: request.infer(_feeds(ids))[0]
+    model = core.compile_model(graph, "CPU", options)
+    requests = [model.create_infer_request() for _ in range(streams)]
+
+    def embed(ids: Any) -> Any:
+        running = [*zip(requests, _cut(ids, -(-len(ids) // streams)), strict=False)]
+        for request, part in running:
+            request.start_async(_feeds(part))
+        for request, _ in running:
+            request.wait()
+        return np.concatenate([request.get_output_tensor().data for request, _ in running])
+
+    return embed
 
 
 def _ctranslate2(folder: Path, precision: str, threads: int) -> Embed:
@@ -190,6 +204,7 @@ _OPEN: dict[str, Callable[[Path, str, int], Embed]] = {
     "cloze": _cloze,
     "onnxruntime": _onnxruntime,
     "openvino": _openvino,
+    "openvino-streams": lambda folder, kind, threads: _openvino(folder, kind, threads, threads),
     "ctranslate2": _ctranslate2,
 }
 

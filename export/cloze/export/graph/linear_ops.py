@@ -128,21 +128,12 @@ class LinearOps:
         assert not bias
         return self.g.op("MatMul", [x.value, self._matrix(x, name, linear.weight)])
 
-    def row_product(
-        self,
-        x: str,
-        name: str,
-        weight: Tensor,
-        axis: int,  # noqa: ARG002
-        least: float | None = None,  # noqa: ARG002
-    ) -> str:
+    def row_product(self, x: str, name: str, weight: Tensor, axis: int) -> str:  # noqa: ARG002
         """Write ``x @ weight^T`` of a head: [..., in] -> [..., out], both float32.
 
         Args:
             name: of the weight [out, in].
-            axis: of ``in``. Not -1: onnxruntime 1.31 reduces a negative axis of zero rows to a
-                wrong shape.
-            least: see `prepare_input`.
+            axis: of ``in``; not -1 (see `Int8.tied_logits`).
         """
         return self.g.op("MatMul", [x, self.g.weight(name, weight.t())])
 
@@ -319,6 +310,7 @@ class Int8(LinearOps):
     def tied_logits(self, x: str, table: str, weight: Tensor, bias: str) -> str:
         """See `LinearOps`."""
         g = self.g
+        # Not axis -1: onnxruntime 1.31 reduces a negative axis of zero rows to a wrong shape.
         rows = self._quantise_tokens(x, weight.shape[1], 1)
         integers, steps = quantise(weight)
         if self._integers:  # the table's integers, which the runtime transposes once, on opening
@@ -329,14 +321,12 @@ class Int8(LinearOps):
         logits = self._multiply(rows, transposed, g.weight(f"{table}.steps", steps))
         return g.op("Add", [logits, bias])
 
-    def row_product(
-        self, x: str, name: str, weight: Tensor, axis: int, least: float | None = None
-    ) -> str:
-        """See `LinearOps`. If matrices are stored as integers, those of heads are not."""
+    def row_product(self, x: str, name: str, weight: Tensor, axis: int) -> str:
+        """See `LinearOps`. In fp32 if matrices are stored as integers: those of heads are not."""
         if self._integers:
-            return super().row_product(x, name, weight, axis, least)
+            return super().row_product(x, name, weight, axis)
         if x not in self._rows:
-            self._rows[x] = self._quantise_tokens(x, weight.shape[1], axis, least)
+            self._rows[x] = self._quantise_tokens(x, weight.shape[1], axis)
         integers, steps = quantise(weight)
         stored = self.g.own(self.g.weight(f"{name}.int8", integers.t()))
         return self._multiply(self._rows[x], stored, self.g.weight(f"{name}.steps", steps))

@@ -87,7 +87,6 @@ class SpanScorer(nn.Module):
                 f"entities.out.{name}",
                 first.weight[:, columns],
                 axis=2,
-                least=0.0,
             )
             for name, layers, columns in (
                 ("start", self.start, slice(half)),
@@ -144,13 +143,9 @@ class TokenScorer(nn.Module):
 
     def write(self, ops: LinearOps, words: str, _: str, labels: str) -> str:
         """Write the logits [e, w, 3, l], some labels at a time."""
-        g, size = ops.g, self.word.in_features
-        word, word_factor = _write_halves(
-            g, _write_linear(ops, words, "entities.word", self.word), size
-        )
-        label, label_factor = _write_halves(
-            g, _write_linear(ops, labels, "entities.label", self.label), size
-        )
+        g = ops.g
+        word, word_factor = _write_halves(ops, words, "entities.word", self.word)
+        label, label_factor = _write_halves(ops, labels, "entities.label", self.label)
         first, last = cast(nn.Linear, self.out[0]), cast(nn.Linear, self.out[3])
         parts = first.weight.chunk(3, 1)
         of_word = ops.row_product(word, "entities.out.0", parts[0], axis=2)
@@ -190,22 +185,20 @@ def _write_mask(g: GraphBuilder, words: str, counts: str) -> str:
 
 def _write_mlp(ops: LinearOps, x: str, name: str, layers: nn.Sequential) -> str:
     inner = _write_linear(ops, x, f"{name}.0", cast(nn.Linear, layers[0]))
-    inner = ops.g.op("Relu", [inner])
-    return _write_linear(ops, inner, f"{name}.3", cast(nn.Linear, layers[3]), least=0.0)
+    return _write_linear(ops, ops.g.op("Relu", [inner]), f"{name}.3", cast(nn.Linear, layers[3]))
 
 
-def _write_linear(
-    ops: LinearOps, x: str, name: str, layer: nn.Linear, least: float | None = None
-) -> str:
+def _write_linear(ops: LinearOps, x: str, name: str, layer: nn.Linear) -> str:
     """Write ``x @ W^T + b``: [e, n, in] -> [e, n, out]."""
-    product = ops.row_product(x, f"{name}.weight", layer.weight, 2, least)
+    product = ops.row_product(x, f"{name}.weight", layer.weight, axis=2)
     return ops.g.op("Add", [product, ops.g.weight(f"{name}.bias", layer.bias)])
 
 
-def _write_halves(g: GraphBuilder, x: str, size: int) -> tuple[str, str]:
+def _write_halves(ops: LinearOps, x: str, name: str, layer: nn.Linear) -> tuple[str, str]:
+    g, size, both = ops.g, layer.in_features, _write_linear(ops, x, name, layer)
     return (
-        g.op("Slice", [x, g.ints(0), g.ints(size), g.ints(2)]),
-        g.op("Slice", [x, g.ints(size), g.ints(2 * size), g.ints(2)]),
+        g.op("Slice", [both, g.ints(0), g.ints(size), g.ints(2)]),
+        g.op("Slice", [both, g.ints(size), g.ints(2 * size), g.ints(2)]),
     )
 
 

@@ -1,6 +1,4 @@
-"""int8: exact in its integers, never depends on the batch, loses little, and is refused if it loses
-more.
-"""
+"""int8: exact in its integers, never depends on the batch, and is refused if it loses much."""
 
 import shutil
 from dataclasses import replace
@@ -76,15 +74,15 @@ def test_a_product_is_exact_in_its_integers(
     bias = g.weight("bias", linear.bias) if linear_ops.adds_bias(entering) else ""
     with torch.no_grad():
         g.output(linear_ops.matmul(entering, "w", linear, bias), "y", TensorProto.FLOAT, ["T", 7])
+        head = linear_ops.row_product(x_name, "h", linear.weight, 1)
+        g.output(head, "head", TensorProto.FLOAT, ["T", 7])
     folder = tmp_path_factory.mktemp("product")
     g.save(folder / "g.onnx", folder / "w.bin")
-    actual = open_session(folder / "g.onnx").run(None, {"x": x.numpy()})[0]
+    actual, of_head = open_session(folder / "g.onnx").run(None, {"x": x.numpy()})
 
-    is_smoothed = fixed and smoothed
-    divided, weight = (
-        (x * smooth.reciprocal(), linear.weight * smooth) if is_smoothed else (x, linear.weight)
-    )
-    integers, steps = quantise(weight.detach())
+    factors = smooth if fixed and smoothed else torch.ones(inner)
+    divided = x * factors.reciprocal()
+    integers, steps = quantise((linear.weight * factors).detach())
     step = (divided.abs().amax(1, keepdim=True) / 127).clamp_min(1e-12)
     if bounded:
         step = (divided.amax(1, keepdim=True) / 127).clamp_min(0.171 / 127)
@@ -94,6 +92,8 @@ def test_a_product_is_exact_in_its_integers(
     expected = (rounded.double() @ integers.double().T) * steps * step
     expected += linear.bias.detach() if fixed else 0
     np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-5, atol=1e-6 if fixed else 1e-12)
+    if not (fixed or bounded):
+        np.testing.assert_array_equal(of_head, actual)
 
 
 @settings(deadline=None)

@@ -99,6 +99,7 @@ class LinearOps:
         self.g = g
         self._scales, self._integers = scales or {}, integers
         self._word_table = ""
+        self._rows: dict[str, LinearInput] = {}  # of heads, by the names of their floats
 
     def prepare_input(
         self,
@@ -126,6 +127,15 @@ class LinearOps:
         """
         assert not bias
         return self.g.op("MatMul", [x.value, self._matrix(x, name, linear.weight)])
+
+    def row_product(self, x: str, name: str, weight: Tensor, axis: int) -> str:  # noqa: ARG002
+        """Write ``x @ weight^T`` of a head: [..., in] -> [..., out], both float32.
+
+        Args:
+            name: of the weight [out, in].
+            axis: of ``in``; not -1 (see `Int8.tied_logits`).
+        """
+        return self.g.op("MatMul", [x, self.g.weight(name, weight.t())])
 
     def tied_logits(self, x: str, table: str, weight: Tensor, bias: str) -> str:
         """Write ``x @ table^T + bias``: [..., H] -> [..., V], both float32.
@@ -310,6 +320,16 @@ class Int8(LinearOps):
             transposed = g.own(g.weight(f"{table}.turned.int8", integers.t()))
         logits = self._multiply(rows, transposed, g.weight(f"{table}.steps", steps))
         return g.op("Add", [logits, bias])
+
+    def row_product(self, x: str, name: str, weight: Tensor, axis: int) -> str:
+        """See `LinearOps`. In fp32 if matrices are stored as integers: those of heads are not."""
+        if self._integers:
+            return super().row_product(x, name, weight, axis)
+        if x not in self._rows:
+            self._rows[x] = self._quantise_tokens(x, weight.shape[1], axis)
+        integers, steps = quantise(weight)
+        stored = self.g.own(self.g.weight(f"{name}.int8", integers.t()))
+        return self._multiply(self._rows[x], stored, self.g.weight(f"{name}.steps", steps))
 
     def _quantise_tokens(
         self, x: str, width: int, axis: int, least: float | None = None

@@ -17,6 +17,7 @@ from onnx import TensorProto
 from torch import Tensor, nn
 
 from cloze.export.graph.builder import GraphBuilder, linear
+from cloze.export.graph.linear_ops import LinearOps
 from cloze.export.heads.embedding import EmbeddingRecipe, Projection
 from cloze.export.heads.head import ExportHead, HeadBatch, HeadGraph, HeadSetup, SampleSizes
 from cloze.export.measure.scorer import Floats, Scorer, run_rows
@@ -73,20 +74,19 @@ class SpanScorer(nn.Module):
         scores: Tensor = torch.einsum("ewkd,eld->ewkl", vectors, queries)
         return scores
 
-    def write(self, g: GraphBuilder, words: str, counts: str, labels: str) -> str:
+    def write(self, ops: LinearOps, words: str, counts: str, labels: str) -> str:
         """Write the logits [e, w, K, l]."""
-        queries = labels
+        g, queries = ops.g, labels
         if self.label is not None:
-            queries = _write_mlp(g, labels, "entities.label", self.label)
+            queries = _write_mlp(ops, labels, "entities.label", self.label)
         first = self.out if isinstance(self.out, nn.Linear) else cast(nn.Linear, self.out[0])
         half = first.in_features // 2
         start, end = (
-            g.op(
-                "MatMul",
-                [
-                    g.op("Relu", [_write_mlp(g, words, f"entities.{name}", layers)]),
-                    g.weight(f"entities.out.{name}", first.weight[:, columns].t()),
-                ],
+            ops.row_product(
+                g.op("Relu", [_write_mlp(ops, words, f"entities.{name}", layers)]),
+                f"entities.out.{name}",
+                first.weight[:, columns],
+                axis=2,
             )
             for name, layers, columns in (
                 ("start", self.start, slice(half)),
@@ -100,8 +100,8 @@ class SpanScorer(nn.Module):
             start, end = (g.op("MatMul", [part, by_label]) for part in (start, end))
             return self._sum(g, start, end, lambda total: total)
         last = cast(nn.Linear, self.out[3])
-        weight = g.weight("entities.out.last.weight", last.weight)
-        by_label = g.op("Transpose", [g.op("MatMul", [queries, weight])], perm=[0, 2, 1])
+        by_label = ops.row_product(queries, "entities.out.last.weight", last.weight.t(), axis=2)
+        by_label = g.op("Transpose", [by_label], perm=[0, 2, 1])
         column = g.weight("entities.out.last.bias", last.bias[:, None], exact=True)
         bias = g.op("Transpose", [g.op("MatMul", [queries, column])], perm=[0, 2, 1])
 
@@ -141,23 +141,19 @@ class TokenScorer(nn.Module):
         scores: Tensor = self.out(torch.cat(parts, -1)).transpose(2, 3)
         return scores
 
-    def write(self, g: GraphBuilder, words: str, _: str, labels: str) -> str:
+    def write(self, ops: LinearOps, words: str, _: str, labels: str) -> str:
         """Write the logits [e, w, 3, l], some labels at a time."""
-        size = self.word.in_features
-        word, word_factor = _write_halves(g, linear(g, words, "entities.word", self.word), size)
-        label, label_factor = _write_halves(
-            g, linear(g, labels, "entities.label", self.label), size
-        )
+        g = ops.g
+        word, word_factor = _write_halves(ops, words, "entities.word", self.word)
+        label, label_factor = _write_halves(ops, labels, "entities.label", self.label)
         first, last = cast(nn.Linear, self.out[0]), cast(nn.Linear, self.out[3])
-        parts = [
-            g.weight(f"entities.out.{number}", part.t())
-            for number, part in enumerate(first.weight.chunk(3, 1))
-        ]
-        of_word = g.op("MatMul", [word, parts[0]])
+        parts = first.weight.chunk(3, 1)
+        of_word = ops.row_product(word, "entities.out.0", parts[0], axis=2)
         of_word = g.op("Add", [of_word, g.weight("entities.out.bias", first.bias)])
         of_word = g.op("Unsqueeze", [of_word, g.ints(2)])
         word_factor = g.op("Unsqueeze", [word_factor, g.ints(2)])
-        of_label = g.op("Unsqueeze", [g.op("MatMul", [label, parts[1]]), g.ints(1)])
+        of_label = ops.row_product(label, "entities.out.1", parts[1], axis=2)
+        of_label = g.op("Unsqueeze", [of_label, g.ints(1)])
         label_factor = g.op("Unsqueeze", [label_factor, g.ints(1)])
         count = g.op("Shape", [labels], start=1, end=2)
         scores = []
@@ -170,7 +166,8 @@ class TokenScorer(nn.Module):
                 g.op("Slice", [values, begin, end, g.ints(2)])
                 for values in (of_label, label_factor)
             )
-            product = g.op("MatMul", [g.op("Mul", [word_factor, factor]), parts[2]])
+            product = g.op("Mul", [word_factor, factor])
+            product = ops.row_product(product, "entities.out.2", parts[2], axis=3)
             total = g.op("Relu", [g.op("Sum", [product, of_word, mine])])
             scores.append(linear(g, total, "entities.out.last", last))
         joined = g.op("Concat", scores, axis=2)
@@ -186,15 +183,22 @@ def _write_mask(g: GraphBuilder, words: str, counts: str) -> str:
     return g.op("Unsqueeze", [mask, g.ints(2)])
 
 
-def _write_mlp(g: GraphBuilder, x: str, name: str, layers: nn.Sequential) -> str:
-    inner = linear(g, x, f"{name}.0", cast(nn.Linear, layers[0]))
-    return linear(g, g.op("Relu", [inner]), f"{name}.3", cast(nn.Linear, layers[3]))
+def _write_mlp(ops: LinearOps, x: str, name: str, layers: nn.Sequential) -> str:
+    inner = _write_linear(ops, x, f"{name}.0", cast(nn.Linear, layers[0]))
+    return _write_linear(ops, ops.g.op("Relu", [inner]), f"{name}.3", cast(nn.Linear, layers[3]))
 
 
-def _write_halves(g: GraphBuilder, x: str, size: int) -> tuple[str, str]:
+def _write_linear(ops: LinearOps, x: str, name: str, layer: nn.Linear) -> str:
+    """Write ``x @ W^T + b``: [e, n, in] -> [e, n, out]."""
+    product = ops.row_product(x, f"{name}.weight", layer.weight, axis=2)
+    return ops.g.op("Add", [product, ops.g.weight(f"{name}.bias", layer.bias)])
+
+
+def _write_halves(ops: LinearOps, x: str, name: str, layer: nn.Linear) -> tuple[str, str]:
+    g, size, both = ops.g, layer.in_features, _write_linear(ops, x, name, layer)
     return (
-        g.op("Slice", [x, g.ints(0), g.ints(size), g.ints(2)]),
-        g.op("Slice", [x, g.ints(size), g.ints(2 * size), g.ints(2)]),
+        g.op("Slice", [both, g.ints(0), g.ints(size), g.ints(2)]),
+        g.op("Slice", [both, g.ints(size), g.ints(2 * size), g.ints(2)]),
     )
 
 
@@ -247,7 +251,7 @@ def _rows(head: EntityHead) -> list[TensorSpec]:
 
 
 def _write(head: EntityHead, graph: HeadGraph) -> None:
-    g = graph.g
+    g, ops = graph.g, graph.linear_ops
     words = graph.gather(entities.ENTITY_WORDS)
     counts = graph.input(entities.ENTITY_WORD_COUNTS)
     has_rows, projection = head.options.label_size is None, head.projection
@@ -256,11 +260,12 @@ def _write(head: EntityHead, graph: HeadGraph) -> None:
     else:
         labels = graph.input(entities.ENTITY_LABEL_VECTORS)
     if projection is not None:
+        # In fp32: a few of the encoder's channels are many times larger than the others.
         words = linear(g, words, "entities.projection", projection)
         labels = linear(g, labels, "entities.projection", projection) if has_rows else labels
     if head.lstm is not None:
         words = _write_lstm(g, words, counts, head.lstm)
-    scores = head.scorer.write(g, words, counts, labels)
+    scores = head.scorer.write(ops, words, counts, labels)
     graph.output(scores, entities.ENTITY_SCORES, k=head.options.logits)
 
 

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from greenlet import GreenletExit, greenlet
@@ -36,6 +36,9 @@ START_S = 1000.0
 
 _PREEMPTED = 0.2
 """Share of the locks at which a worker lets other threads go first."""
+
+_MOST_SWITCHES = 5_000_000
+"""A history with more has threads that do not end."""
 
 
 class Process:
@@ -67,7 +70,8 @@ class Thread:
     ) -> None:
         self.name, self._target, self._args = name, target, args
         self.process = process or self.kernel.current.process
-        self.greenlet: greenlet | None = None
+        self.greenlet: Any = None
+        self.loop: Any = None  # which runs on it
         self.is_parked = self.was_woken = self.has_ended = False
         self.ticket = 0  # of the timer that may wake it
         self._ended = Event()
@@ -126,6 +130,7 @@ class Kernel:
         self.named: dict[str, Any] = {}  # listening sockets by path
         self._timers: list[tuple[float, int, Thread | None, Any]] = []
         self._serials = itertools.count()
+        self.looping: Any = None  # what asyncio takes for the running loop
         Thread.kernel = Lock.kernel = Event.kernel = self
         self.outside = self.current = Thread(lambda: None, "outside", process=self.process("world"))
 
@@ -154,12 +159,17 @@ class Kernel:
 
     def park(self, seconds: float | None = None) -> bool:
         """Wait until another thread wakes this one, or for some seconds; return whether it did."""
-        thread = self.current
+        thread, timers = self.current, self._timers
         thread.ticket += 1
-        thread.is_parked, thread.was_woken = True, False
+        thread.was_woken = False
         if seconds is not None:
-            item = (self.now + seconds, next(self._serials), thread, thread.ticket)
-            heapq.heappush(self._timers, item)
+            when = self.now + seconds
+            if not self.ready and (not timers or timers[0][0] > when) and self._goes_on:
+                self.now = max(self.now, when)  # nothing happens before
+                self.switches += 1
+                return False
+            heapq.heappush(timers, (when, next(self._serials), thread, thread.ticket))
+        thread.is_parked = True
         self._switch()
         return thread.was_woken
 
@@ -175,17 +185,28 @@ class Kernel:
             self._switch()
 
     def _switch(self) -> None:
-        if (loop := asyncio._get_running_loop()) is None:
-            self.hub.switch()
-            return
-        asyncio._set_running_loop(None)
-        self.hub.switch()
-        asyncio._set_running_loop(loop)
+        """Let the thread run that is next; only the hub begins threads, so that stacks are short."""
+        following = self._next()
+        if following is None or not following.greenlet:
+            self.hub.switch(following)
+        elif following is not self.current:
+            self._enter(following)
+            following.greenlet.switch()
 
-    def run(self, most_switches: int = 5_000_000) -> None:
-        """Run threads until the history has ended, or until nothing is left to happen."""
+    def _enter(self, thread: Thread) -> None:
+        self.current = thread
+        if thread.loop is not self.looping:
+            self.looping = thread.loop
+            asyncio._set_running_loop(thread.loop)
+
+    @property
+    def _goes_on(self) -> bool:
+        return not self.has_ended and self.switches < _MOST_SWITCHES
+
+    def _next(self) -> Thread | None:
+        """Return the thread that runs next, after what happens before; None at the end."""
         ready, timers, choose = self.ready, self._timers, self.random.random
-        while not self.has_ended and self.switches < most_switches:
+        while self._goes_on:
             if ready:
                 thread = ready.pop(int(choose() * len(ready))) if len(ready) > 1 else ready.pop()
             elif timers:
@@ -199,14 +220,22 @@ class Kernel:
                 thread = waiting
                 thread.is_parked = False
             else:
-                return
-            if thread.process.stops:
-                thread.process.held.append(thread)
-            elif thread.process.is_alive:
+                return None
+            process = thread.process
+            if process.stops:
+                process.held.append(thread)
+            elif process.is_alive:
                 self.switches += 1
-                self.current = thread
-                cast(greenlet, thread.greenlet).switch()
-                self.current = self.outside
+                return thread
+        return None
+
+    def run(self) -> None:
+        """Run threads until the history has ended, or until nothing is left to happen."""
+        thread = self._next()
+        while thread is not None:
+            self._enter(thread)
+            thread = thread.greenlet.switch() or self._next()
+        self._enter(self.outside)
 
     def stop(self, process: Process) -> None:
         process.stops += 1
@@ -234,7 +263,7 @@ class Kernel:
 
     def close(self) -> None:
         """Unwind the threads that are left; nothing that they do has an effect."""
-        self.is_reaping = True
+        self.is_reaping = self.has_ended = True
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # coroutines that never began
             for process in self.processes:
@@ -242,7 +271,7 @@ class Kernel:
                 for thread in [*process.threads]:
                     self.current = thread
                     with suppress(Exception):
-                        cast(greenlet, thread.greenlet).throw(GreenletExit)
+                        thread.greenlet.throw(GreenletExit)
                 if process.loop is not None:
                     process.loop.discard()
         self.current = self.outside

@@ -10,6 +10,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import Context
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +45,13 @@ class Loop(asyncio.BaseEventLoop):
 
     def time(self) -> float:
         return self.kernel.now
+
+    def run_forever(self) -> None:
+        self.thread.loop = self.kernel.looping = self
+        try:
+            super().run_forever()
+        finally:
+            self.thread.loop = self.kernel.looping = None
 
     _ready: Any
     _scheduled: Any
@@ -340,7 +348,7 @@ class Transport(asyncio.Transport):
     def _arrived(self) -> None:
         if not self._is_told and not self._loop.is_closed():
             self._is_told = True
-            self._loop.call_soon_threadsafe(self._look)
+            self._loop.call_soon_threadsafe(self._look, context=Context())
 
     def _look(self) -> None:
         """Read what has arrived, and send what the peer has room for."""

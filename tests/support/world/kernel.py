@@ -29,6 +29,7 @@ from greenlet import GreenletExit, greenlet
 
 from cloze.service import clock, service, threads
 from cloze.service.batching import scheduler
+from cloze.service.observe import logs
 from cloze.service.server import process as server_process
 
 START_S = 1000.0
@@ -459,6 +460,7 @@ def installed(kernel: Kernel) -> Iterator[None]:
     finally:
         kernel.close()
         kernel.replaced.undo()
+        logs.WRITER.waiting.clear()
         random.setstate(state)
         if was_collecting:
             gc.enable()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
+from operator import mul
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, NamedTuple
@@ -71,13 +72,21 @@ def publish(root: Path, dimensions: int, *, is_bad: bool = False) -> str:
 def vector(text: str, version: int, dimensions: int) -> list[float]:
     """Return the vector that the engine of a version gives for a text."""
     ids = [task_model.CLS, *map(task_model.ID.__getitem__, text.split()), task_model.SEP]
-    return _vector(np.array(ids), version, dimensions).tolist()
+    order = sum(map(mul, ids, range(len(ids)))) % _MODULUS
+    return [*map(float, (sum(ids), order, len(ids), version)), *[0.0] * (dimensions - 4)]
+
+
+_MODULUS = 65_521
+"""So numbers in vectors are exact as float32."""
+
+_SUMS = np.stack([np.ones(_MOST_TOKENS, np.int64), np.arange(_MOST_TOKENS)])
 
 
 def _vector(ids: Any, version: int, dimensions: int) -> Any:
+    """Return what `vector` does, of ids."""
+    total, order = (_SUMS[:, : len(ids)] @ ids).tolist()
     made = np.zeros(dimensions, np.float32)
-    order = ids @ np.arange(len(ids)) % 65_521  # exact as float32
-    made[:4] = ids.sum(), order, len(ids), version
+    made[:4] = total, order % _MODULUS, len(ids), version
     return made
 
 
@@ -122,11 +131,13 @@ class Costs:
     hangs: int = 0
     is_broken: bool = False
 
+    def __post_init__(self) -> None:
+        self._slower = 64 / SHARED.seconds([64]) / self.tokens_per_s
+
     def run(self, lengths: Sequence[int], *, alone: bool = False) -> tuple[float, Sequence[float]]:
         """Return the typical time of a run, and the ratios of which it takes one."""
         session = ALONE if alone else SHARED
-        slower = 64 / SHARED.seconds([64]) / self.tokens_per_s
-        return session.seconds(lengths) * slower, session.ratios
+        return session.seconds(lengths) * self._slower, session.ratios
 
     def seconds(self, lengths: Sequence[int]) -> float:
         """Return the typical time of a run beside others."""
@@ -176,17 +187,19 @@ class Engine:
         self._hang(seconds, ratios, known=self._has_run)
         self._has_run = True
         kernel.sleep(seconds * costs.slowness * random.choice(ratios))
-        poison = task_model.ID[POISON]
         if costs.is_broken or random.random() < costs.error_share:
             raise RuntimeError("the device fails")
-        if any(poison in encoding.input_ids for encoding in batch):
+        ids = [encoding.input_ids for encoding in batch]
+        whole = ids[0] if len(ids) == 1 else np.concatenate(ids)
+        if task_model.ID[POISON] in whole:
             raise RuntimeError("a poisoned encoding")
-        bulk = sum(len(e) for e in batch if task_model.ID[BULK] in e.input_ids)
+        is_bulk = task_model.ID[BULK] in whole
+        bulk = sum(len(one) for one in ids if task_model.ID[BULK] in one) if is_bulk else 0
         self._server.ran(sum(lengths), bulk)
         dimensions = self._server.dimensions
         return [
-            {"embedding": ArrayResult(_vector(encoding.input_ids, version, dimensions))}
-            for encoding, version in zip(batch, versions(), strict=True)
+            {"embedding": ArrayResult(_vector(one, version, dimensions))}
+            for one, version in zip(ids, versions(), strict=True)
         ]
 
     def _hang(self, seconds: float, ratios: Sequence[float], *, known: bool) -> None:

@@ -10,7 +10,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from contextvars import Context
+from contextvars import Context, copy_context
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +20,40 @@ WINDOW = 65_536
 """Bytes that arrive at an end before they are read."""
 
 _BACKLOG = 2048
+
+
+class Handle:
+    """A callback of an event loop; see `asyncio.Handle`."""
+
+    __slots__ = ("_args", "_callback", "_context", "is_cancelled")
+
+    def __init__(self, callback: Any, args: tuple[Any, ...], context: Context | None) -> None:
+        self._callback, self._args = callback, args
+        self._context = copy_context() if context is None else context
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        self._callback = self._args = None  # type: ignore[assignment]
+
+    def run(self) -> None:
+        self._context.run(self._callback, *self._args)
+
+
+class Timer(float):
+    """A callback at a time; a number, so that a heap compares timers fast."""
+
+    __slots__ = ("handle",)
+    handle: Handle
+
+    def cancel(self) -> None:
+        self.handle.cancel()
+
+    def cancelled(self) -> bool:
+        return self.handle.is_cancelled
+
+    def when(self) -> float:
+        return self
 
 
 class Loop(asyncio.BaseEventLoop):
@@ -72,29 +106,57 @@ class Loop(asyncio.BaseEventLoop):
     def _run_once(self) -> None:
         """Run what is ready, as asyncio does, without the part for files and slow callbacks."""
         scheduled, ready, timeout = self._scheduled, self._ready, None
-        while scheduled and scheduled[0]._cancelled:
-            heapq.heappop(scheduled)._scheduled = False
+        while scheduled and scheduled[0].handle.is_cancelled:
+            heapq.heappop(scheduled)
         if ready or self._stopping:
             timeout = 0.0
         elif scheduled:
-            timeout = max(0.0, scheduled[0]._when - self.kernel.now)
+            timeout = max(0.0, scheduled[0] - self.kernel.now)
         self.select(timeout)
-        while scheduled and scheduled[0]._when <= self.kernel.now + 1e-9:
-            handle = heapq.heappop(scheduled)
-            handle._scheduled = False
-            ready.append(handle)
+        latest = self.kernel.now + 1e-9
+        while scheduled and scheduled[0] <= latest:
+            ready.append(heapq.heappop(scheduled).handle)
         for _ in range(len(ready)):
-            if not (handle := ready.popleft())._cancelled:
-                handle._run()
+            if (handle := ready.popleft()).is_cancelled:
+                continue
+            try:
+                handle.run()
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:
+                context = {"message": "a callback failed", "exception": error}
+                self.call_exception_handler(context)
+        handle = None
 
-    def _write_to_self(self) -> None:
-        if self._is_polling:
-            self.kernel.wake(self.thread)
+    def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> Any:
+        self._check_closed()
+        handle = Handle(callback, args, context)
+        self._ready.append(handle)
+        return handle
 
-    def call_soon_threadsafe(self, *args: Any, **kwargs: Any) -> asyncio.Handle:
+    def call_soon_threadsafe(
+        self, callback: Any, *args: Any, context: Context | None = None
+    ) -> Any:
         if self.kernel.is_reaping:
             raise RuntimeError("the process has ended")
-        return super().call_soon_threadsafe(*args, **kwargs)
+        handle = self.call_soon(callback, *args, context=context)
+        if self._is_polling:
+            self.kernel.wake(self.thread)
+        return handle
+
+    def call_at(
+        self, when: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> Any:
+        self._check_closed()
+        timer = Timer(when)
+        timer.handle = Handle(callback, args, context)
+        heapq.heappush(self._scheduled, timer)
+        return timer
+
+    def call_later(
+        self, delay: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> Any:
+        return self.call_at(self.kernel.now + delay, callback, *args, context=context)
 
     def _unhandled(self, _: Any, context: dict[str, Any]) -> None:
         if self.process.is_alive:

@@ -263,6 +263,16 @@ class Pipe:
             self.reader[0].call_soon_threadsafe(self.reader[1].eof_received)
 
 
+class Nobody:
+    """The peer of an end when both are closed."""
+
+    unread, is_closed, inbox = 0, True, deque[Any](maxlen=0)
+
+    @staticmethod
+    def on_arrival() -> None:
+        """Do nothing."""
+
+
 class End:
     """One end of a connection; the server's end also has the interface of a socket.
 
@@ -275,11 +285,11 @@ class End:
 
     def __init__(self, kernel: Kernel, address: str) -> None:
         self.kernel, self.address = kernel, address
-        self.peer: End
+        self.peer: End | type[Nobody]
         self.inbox: deque[bytes | None] = deque()
         self.unread = 0  # bytes that were sent to it and are not read
         self.is_closed = False
-        self.on_arrival: Callable[[], None] = lambda: None
+        self.on_arrival: Callable[[], None] = Nobody.on_arrival
         self._arrival = 0.0
 
     def push(self, data: bytes | None) -> None:
@@ -311,7 +321,7 @@ class End:
         process.at_end[self] = self._break
 
     def _break(self) -> None:
-        self.on_arrival = lambda: None
+        self.on_arrival = Nobody.on_arrival
         self.close()
 
     def close(self) -> None:
@@ -319,6 +329,8 @@ class End:
         if not self.is_closed:
             self.is_closed = True
             self.push(None)
+            if self.peer.is_closed:  # the ends need not refer to each other
+                self.peer.peer = self.peer = Nobody
 
     def setblocking(self, _: bool) -> None:
         """See `socket.setblocking`."""
@@ -479,13 +491,15 @@ class Transport(asyncio.Transport):
     def _lose(self) -> None:
         if not self._is_lost:
             self._is_lost = True
-            self._end.on_arrival = lambda: None
+            self._end.on_arrival = Nobody.on_arrival
             self._loop.call_soon(self._tell_lost)
 
     def _tell_lost(self) -> None:
         self._end.close()
         self._loop.process.at_end.pop(self._end, None)
-        self.protocol.connection_lost(None)
+        protocol, self.protocol = self.protocol, None
+        self._has_paused_protocol = False
+        protocol.connection_lost(None)
 
 
 class Gone(Exception):
@@ -555,4 +569,5 @@ class ClientConnection:
         return data
 
     def close(self) -> None:
+        self._end.on_arrival = Nobody.on_arrival
         self._end.close()

@@ -248,4 +248,5 @@ class Door:
             self.gate.answered(record)
         except errors.ServiceError as error:
             response = await self.respond(request, error)
+            error.__traceback__ = None  # its frames may refer to the error
         await response(scope, receive, send)

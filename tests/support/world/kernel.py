@@ -20,7 +20,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +29,7 @@ from greenlet import GreenletExit, greenlet
 
 from cloze.service import clock, service, threads
 from cloze.service.batching import scheduler
+from cloze.service.models import served_models
 from cloze.service.observe import logs
 from cloze.service.server import process as server_process
 
@@ -448,6 +449,8 @@ def installed(kernel: Kernel) -> Iterator[None]:
     replace(threads, "to_thread", loop_threads)
     replace(threads, "from_thread", loop_threads)
     replace(scheduler, "lower_thread_priority", lambda _: None)
+    pool = nullcontext(SimpleNamespace(map=map))
+    replace(served_models, "ThreadPoolExecutor", lambda _: pool)
     # Collections take 0.1 s, and have no effect that the world could see.
     replace(service, "_return_memory", lambda: None)
     replace(server_process, "gc", SimpleNamespace(collect=lambda: None))

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import uvicorn.server
-from pydantic import TypeAdapter
 
 from cloze.service import service as service_module
 from cloze.service.batching.scheduler import Scheduler
@@ -100,7 +99,7 @@ class System:
         return self.descriptors[fileno]
 
     def Popen(self, command: Sequence[str], **_: Any) -> "ChildProcess":  # noqa: N802
-        config = TypeAdapter(children.ChildConfig).validate_json(command[-1])
+        config = children.CONFIG.validate_json(command[-1])
         process = self._kernel.process(config.name)
         process.at_end["reports"] = self.descriptors[config.ready].end
         self._kernel.spawn(self._start, process, config, process=process)

@@ -6,7 +6,7 @@ import shutil
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from hashlib import sha256
 from operator import mul
 from pathlib import Path
@@ -39,14 +39,12 @@ POISON, BULK = "war", "moon"
 WORDS = [word for word in task_model.VOCABULARY if word.isalpha() and word not in (POISON, BULK)]
 
 _MOST_TOKENS, _GOLDEN_TOKENS = 4096, 8
-_STORED = {"size": 1, "sha256": "0" * 64}
+_FILES = ("g.onnx", "a.onnx", "golden.json", "tokenizer.json")
 
 
-def publish(root: Path, dimensions: int, *, is_bad: bool = False) -> str:
-    """Publish the next version of the model, without weights; return its full name.
-
-    The engine of a bad version does not open.
-    """
+@cache
+def _spec(dimensions: int, is_bad: bool) -> BundleSpec:
+    """Return what the model is, without weights."""
     embedding = {
         "dimensions": dimensions,
         "pooling": "mean",
@@ -58,15 +56,27 @@ def publish(root: Path, dimensions: int, *, is_bad: bool = False) -> str:
         name="world", tasks=("embed",), heads={}, embedding=embedding, architecture=architecture,
         limits={"max_tokens": _MOST_TOKENS}, license="bad" if is_bad else None,
         adapters=adapters.SUPPORT,
-        files=dict.fromkeys(("g.onnx", "a.onnx", "golden.json", "tokenizer.json"), _STORED),
+        files=dict.fromkeys(_FILES, {"size": 1, "sha256": "0" * 64}),
     )  # fmt: skip
-    fields = {name: getattr(described, name) for name in BundleSpec.model_fields}
-    store = Store(root)
+    return BundleSpec(**{name: getattr(described, name) for name in BundleSpec.model_fields})
+
+
+@cache
+def _tokenizer() -> str:
+    return task_model.CONTEXT.tokenizer._backend.to_str()
+
+
+def publish(root: Path, dimensions: int, *, is_bad: bool = False) -> str:
+    """Publish the next version of the model, without weights; return its full name.
+
+    The engine of a bad version does not open.
+    """
+    store, spec = Store(root), _spec(dimensions, is_bad)
     with store.staging() as folder:
-        for file in described.files:
+        for file in _FILES:
             (folder / file).write_text("world")
-        task_model.CONTEXT.tokenizer._backend.save(str(folder / "tokenizer.json"))
-        return store.publish(folder, BundleSpec(**fields)).manifest.reference
+        (folder / "tokenizer.json").write_text(_tokenizer())
+        return store.publish(folder, spec).manifest.reference
 
 
 def vector(text: str, version: int, dimensions: int) -> list[float]:

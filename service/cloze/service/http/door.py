@@ -190,9 +190,9 @@ class Gate:
             request, line, self._starts.clock.monotonic(), error.retry_after_s, error.each_s
         )
         error.retry_after_s = after_s - hold_s
+        # The frames of the traceback refer to the body, and by a submission to the error.
+        error.__traceback__ = error.__context__ = None
         if hold_s:
-            # The frames of the traceback refer to the body.
-            error.__traceback__ = error.__context__ = None
             await asyncio.sleep(hold_s)
 
     def answered(self, request: ServedRequest) -> None:
@@ -248,5 +248,4 @@ class Door:
             self.gate.answered(record)
         except errors.ServiceError as error:
             response = await self.respond(request, error)
-            error.__traceback__ = None  # its frames may refer to the error
         await response(scope, receive, send)

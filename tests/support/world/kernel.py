@@ -166,10 +166,6 @@ class Kernel:
         thread.was_woken = False
         if seconds is not None:
             when = self.now + seconds
-            if not self.ready and (not timers or timers[0][0] > when) and self._goes_on:
-                self.now = max(self.now, when)  # nothing happens before
-                self.switches += 1
-                return False
             heapq.heappush(timers, (when, next(self._serials), thread, thread.ticket))
         thread.is_parked = True
         self._switch()
@@ -201,14 +197,10 @@ class Kernel:
             self.looping = thread.loop
             asyncio._set_running_loop(thread.loop)
 
-    @property
-    def _goes_on(self) -> bool:
-        return not self.has_ended and self.switches < _MOST_SWITCHES
-
     def _next(self) -> Thread | None:
         """Return the thread that runs next, after what happens before; None at the end."""
         ready, timers, choose = self.ready, self._timers, self.random.random
-        while self._goes_on:
+        while not self.has_ended and self.switches < _MOST_SWITCHES:
             if ready:
                 thread = ready.pop(int(choose() * len(ready))) if len(ready) > 1 else ready.pop()
             elif timers:
@@ -438,9 +430,9 @@ def installed(kernel: Kernel) -> Iterator[None]:
     """Let all modules of the service use the clock and the threads of a kernel."""
     replace = kernel.replace
     for name, module in [*sys.modules.items()]:
-        uses_threads = getattr(module, "threading", None) is threading and module is not clock
-        if name.startswith("cloze.service") and uses_threads:
-            replace(module, "threading", Threading())
+        if name.startswith("cloze.service") and module is not clock:
+            if getattr(module, "threading", None) is threading:
+                replace(module, "threading", Threading())
     replace(clock.CLOCK, "monotonic", lambda: kernel.now)
     replace(clock.CLOCK, "wall", lambda: kernel.now + kernel.wall_s)
     replace(clock.CLOCK, "sleep", kernel.sleep)

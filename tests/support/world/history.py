@@ -231,10 +231,7 @@ class World:
 
     def overlaps(self, begin: float, end: float, *kinds: str) -> bool:
         """Return whether one of some faults was there in a time."""
-        for f in self.faults:
-            if f.kind in kinds and f.begin <= end and f.end >= begin:
-                return True
-        return False
+        return any(f.kind in kinds and f.begin <= end and f.end >= begin for f in self.faults)
 
     @cached_property
     def longest_run_s(self) -> float:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import uvicorn.server
+from pydantic import TypeAdapter
 
 from cloze.service import service as service_module
 from cloze.service.batching.scheduler import Scheduler
@@ -26,6 +27,8 @@ from cloze.service.tasks import TASKS
 from tests.support.world.kernel import Kernel, Process
 from tests.support.world.network import Listener, Loop, Pipe
 from tests.support.world.server import Server
+
+_CONFIG = TypeAdapter(children.ChildConfig)
 
 
 class Ordered(dict[Any, None]):
@@ -99,7 +102,7 @@ class System:
         return self.descriptors[fileno]
 
     def Popen(self, command: Sequence[str], **_: Any) -> "ChildProcess":  # noqa: N802
-        config = children.CONFIG.validate_json(command[-1])
+        config = _CONFIG.validate_json(command[-1])
         process = self._kernel.process(config.name)
         process.at_end["reports"] = self.descriptors[config.ready].end
         self._kernel.spawn(self._start, process, config, process=process)

@@ -40,30 +40,22 @@ WORDS = [word for word in task_model.VOCABULARY if word.isalpha() and word not i
 
 _MOST_TOKENS, _GOLDEN_TOKENS = 4096, 8
 _FILES = ("g.onnx", "a.onnx", "golden.json", "tokenizer.json")
+_TOKENIZER = task_model.CONTEXT.tokenizer._backend.to_str()
 
 
 @cache
 def _spec(dimensions: int, is_bad: bool) -> BundleSpec:
     """Return what the model is, without weights."""
-    embedding = {
-        "dimensions": dimensions,
-        "pooling": "mean",
-        "normalize": False,
-        "max_tokens": _MOST_TOKENS,
-    }
+    embedding = {"pooling": "mean", "normalize": False, "max_tokens": _MOST_TOKENS}
     architecture = task_model.manifest().architecture.model_dump() | {"max_positions": _MOST_TOKENS}
     described = task_model.manifest(
-        name="world", tasks=("embed",), heads={}, embedding=embedding, architecture=architecture,
+        name="world", tasks=("embed",), heads={}, architecture=architecture,
+        embedding=embedding | {"dimensions": dimensions},
         limits={"max_tokens": _MOST_TOKENS}, license="bad" if is_bad else None,
         adapters=adapters.SUPPORT,
-        files=dict.fromkeys(_FILES, {"size": 1, "sha256": "0" * 64}),
+        files={file: {"size": 1, "sha256": "0" * 64} for file in _FILES},
     )  # fmt: skip
     return BundleSpec(**{name: getattr(described, name) for name in BundleSpec.model_fields})
-
-
-@cache
-def _tokenizer() -> str:
-    return task_model.CONTEXT.tokenizer._backend.to_str()
 
 
 def publish(root: Path, dimensions: int, *, is_bad: bool = False) -> str:
@@ -75,28 +67,21 @@ def publish(root: Path, dimensions: int, *, is_bad: bool = False) -> str:
     with store.staging() as folder:
         for file in _FILES:
             (folder / file).write_text("world")
-        (folder / "tokenizer.json").write_text(_tokenizer())
+        (folder / "tokenizer.json").write_text(_TOKENIZER)
         return store.publish(folder, spec).manifest.reference
 
 
 def vector(text: str, version: int, dimensions: int) -> list[float]:
     """Return the vector that the engine of a version gives for a text."""
     ids = [task_model.CLS, *map(task_model.ID.__getitem__, text.split()), task_model.SEP]
-    order = sum(map(mul, ids, range(len(ids)))) % _MODULUS
+    order = sum(map(mul, ids, range(len(ids)))) % 65_521  # exact as float32
     return [*map(float, (sum(ids), order, len(ids), version)), *[0.0] * (dimensions - 4)]
 
 
-_MODULUS = 65_521
-"""So numbers in vectors are exact as float32."""
-
-_SUMS = np.stack([np.ones(_MOST_TOKENS, np.int64), np.arange(_MOST_TOKENS)])
-
-
 def _vector(ids: Any, version: int, dimensions: int) -> Any:
-    """Return what `vector` does, of ids."""
-    total, order = (_SUMS[:, : len(ids)] @ ids).tolist()
     made = np.zeros(dimensions, np.float32)
-    made[:4] = total, order % _MODULUS, len(ids), version
+    order = ids @ np.arange(len(ids)) % 65_521
+    made[:4] = ids.sum(), order, len(ids), version
     return made
 
 
@@ -200,11 +185,10 @@ class Engine:
         if costs.is_broken or random.random() < costs.error_share:
             raise RuntimeError("the device fails")
         ids = [encoding.input_ids for encoding in batch]
-        whole = ids[0] if len(ids) == 1 else np.concatenate(ids)
-        if task_model.ID[POISON] in whole:
+        if task_model.ID[POISON] in (whole := np.concatenate(ids)):
             raise RuntimeError("a poisoned encoding")
-        is_bulk = task_model.ID[BULK] in whole
-        bulk = sum(len(one) for one in ids if task_model.ID[BULK] in one) if is_bulk else 0
+        may_be_bulk = ids if task_model.ID[BULK] in whole else ()
+        bulk = sum(len(one) for one in may_be_bulk if task_model.ID[BULK] in one)
         self._server.ran(sum(lengths), bulk)
         dimensions = self._server.dimensions
         return [

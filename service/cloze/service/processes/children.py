@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -60,12 +60,12 @@ class ChildConfig:
 
     def to_argument(self) -> str:
         """Return the configuration as JSON."""
-        return json.dumps(CONFIG.dump_python(self, mode="json"))
+        return json.dumps(TypeAdapter(ChildConfig).dump_python(self, mode="json"))
 
     @classmethod
     def from_arguments(cls) -> "ChildConfig":
         """Return this process's configuration; from now on the process ends with its parent."""
-        config = CONFIG.validate_json(sys.argv[1])
+        config = TypeAdapter(cls).validate_json(sys.argv[1])
         end_with_parent()
         if os.getppid() != config.parent:  # the parent ended before the call
             os._exit(1)
@@ -86,8 +86,6 @@ class ChildConfig:
             os.write(self.ready, b"1")
         loop.call_later(1.0, self._beat, loop)
 
-
-CONFIG: Final = TypeAdapter(ChildConfig)
 
 def run_child(serve: Callable[[ChildConfig], Coroutine[Any, Any, None]]) -> int:
     """Run this process as a child of the supervisor; return its exit code."""

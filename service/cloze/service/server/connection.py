@@ -131,9 +131,8 @@ class ServerProtocol(HttpToolsProtocol):
         if self.on_lost is not None:
             self.on_lost()
         self._closed(self)
-        # These refer to the connection, which is freed without a garbage collection.
+        self.app_state.clear()  # this and the following refer to the connection
         self.scope = self.cycle = self.parser = self.flow = None  # type: ignore[assignment]
-        self.app_state.clear()
 
     def end(self, reason: str) -> None:
         """Close the connection, even if its client does not read."""
@@ -237,8 +236,7 @@ class ServerProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():  # its head comes again; see `_feed_without_upgrade`
             return
         self._in_head = False
-        if self._timer is not None:
-            self._stop_timer()
+        self._stop_timer()
         self._unset_keepalive_if_required()  # an answer to an earlier request has set it
         self._table.idle.pop(self, None)
         super().on_headers_complete()

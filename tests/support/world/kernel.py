@@ -39,6 +39,9 @@ START_S = 1000.0
 _PREEMPTED = 0.2
 """Share of the locks at which a worker lets other threads go first."""
 
+_MOST_SWITCHES = 5_000_000
+"""A history with more has threads that do not end."""
+
 
 class Process:
     """A simulated process: its threads end with it, and do not run while it is stopped."""
@@ -70,6 +73,7 @@ class Thread:
         self.name, self._target, self._args = name, target, args
         self.process = process or self.kernel.current.process
         self.greenlet: Any = None
+        self.loop: Any = None  # which runs on it
         self.is_parked = self.was_woken = self.has_ended = False
         self.ticket = 0  # of the timer that may wake it
         self._ended = Event()
@@ -128,6 +132,7 @@ class Kernel:
         self.named: dict[str, Any] = {}  # listening sockets by path
         self._timers: list[tuple[float, int, Thread | None, Any]] = []
         self._serials = itertools.count()
+        self.looping: Any = None  # what asyncio takes for the running loop
         Thread.kernel = Lock.kernel = Event.kernel = self
         self.outside = self.current = Thread(lambda: None, "outside", process=self.process("world"))
 
@@ -156,12 +161,13 @@ class Kernel:
 
     def park(self, seconds: float | None = None) -> bool:
         """Wait until another thread wakes this one, or for some seconds; return whether it did."""
-        thread = self.current
+        thread, timers = self.current, self._timers
         thread.ticket += 1
-        thread.is_parked, thread.was_woken = True, False
+        thread.was_woken = False
         if seconds is not None:
-            item = (self.now + seconds, next(self._serials), thread, thread.ticket)
-            heapq.heappush(self._timers, item)
+            when = self.now + seconds
+            heapq.heappush(timers, (when, next(self._serials), thread, thread.ticket))
+        thread.is_parked = True
         self._switch()
         return thread.was_woken
 
@@ -177,17 +183,24 @@ class Kernel:
             self._switch()
 
     def _switch(self) -> None:
-        if (loop := asyncio._get_running_loop()) is None:
-            self.hub.switch()
-            return
-        asyncio._set_running_loop(None)
-        self.hub.switch()
-        asyncio._set_running_loop(loop)
+        """Let the thread run that is next; only the hub begins threads, so that stacks are short."""
+        following = self._next()
+        if following is None or not following.greenlet:
+            self.hub.switch(following)
+        elif following is not self.current:
+            self._enter(following)
+            following.greenlet.switch()
 
-    def run(self, most_switches: int = 5_000_000) -> None:
-        """Run threads until the history has ended, or until nothing is left to happen."""
+    def _enter(self, thread: Thread) -> None:
+        self.current = thread
+        if thread.loop is not self.looping:
+            self.looping = thread.loop
+            asyncio._set_running_loop(thread.loop)
+
+    def _next(self) -> Thread | None:
+        """Return the thread that runs next, after what happens before; None at the end."""
         ready, timers, choose = self.ready, self._timers, self.random.random
-        while not self.has_ended and self.switches < most_switches:
+        while not self.has_ended and self.switches < _MOST_SWITCHES:
             if ready:
                 thread = ready.pop(int(choose() * len(ready))) if len(ready) > 1 else ready.pop()
             elif timers:
@@ -201,14 +214,22 @@ class Kernel:
                 thread = waiting
                 thread.is_parked = False
             else:
-                return
-            if thread.process.stops:
-                thread.process.held.append(thread)
-            elif thread.process.is_alive:
+                return None
+            process = thread.process
+            if process.stops:
+                process.held.append(thread)
+            elif process.is_alive:
                 self.switches += 1
-                self.current = thread
-                thread.greenlet.switch()
-                self.current = self.outside
+                return thread
+        return None
+
+    def run(self) -> None:
+        """Run threads until the history has ended, or until nothing is left to happen."""
+        thread = self._next()
+        while thread is not None:
+            self._enter(thread)
+            thread = thread.greenlet.switch() or self._next()
+        self._enter(self.outside)
 
     def stop(self, process: Process) -> None:
         process.stops += 1
@@ -236,7 +257,7 @@ class Kernel:
 
     def close(self) -> None:
         """Unwind the threads that are left; nothing that they do has an effect."""
-        self.is_reaping = True
+        self.is_reaping = self.has_ended = True
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # coroutines that never began
             for process in self.processes:

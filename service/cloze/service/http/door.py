@@ -190,8 +190,7 @@ class Gate:
             request, line, self._starts.clock.monotonic(), error.retry_after_s, error.each_s
         )
         error.retry_after_s = after_s - hold_s
-        # The frames of the traceback refer to the body, and by a submission to the error.
-        error.__traceback__ = error.__context__ = None
+        error.__traceback__ = error.__context__ = None  # frames refer to the body and the error
         if hold_s:
             await asyncio.sleep(hold_s)
 

@@ -64,8 +64,7 @@ class Returns:
     def __init__(self, processes: int = 1) -> None:
         self._processes = processes
         self._last: dict[RefusedLine, float] = {}  # the latest time that was told
-        # In the order of their times; each is the one of its connection in `refused`.
-        self._due: dict[RefusedLine, dict[_Refused, None]] = {}
+        self._due: dict[RefusedLine, dict[_Refused, None]] = {}  # by their times; all in `refused`
         self.refused: dict[Connection | None, _Refused] = {}
 
     def before(self, connection: Connection | None, line: RefusedLine, now: float) -> int:

@@ -236,7 +236,8 @@ class ServerProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():  # its head comes again; see `_feed_without_upgrade`
             return
         self._in_head = False
-        self._stop_timer()
+        if self._timer is not None:
+            self._stop_timer()
         self._unset_keepalive_if_required()  # an answer to an earlier request has set it
         self._table.idle.pop(self, None)
         super().on_headers_complete()

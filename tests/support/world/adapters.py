@@ -3,15 +3,18 @@
 import json
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 
+from cloze.model_store.adapter import read_adapter
 from cloze.model_store.adapter_section import AdaptedLayer, AdapterSupport
 from cloze.model_store.sections import Graph, Layout, Precision
 from cloze.service.engine import adapters
+from cloze.service.models import adapters as model_adapters
 from tests.support.world.kernel import Kernel, Thread
 
 NAMES = ("adapter-1", "adapter-2", "adapter-3", "adapter-4")
@@ -67,6 +70,8 @@ class Reader:
 def loaded(kernel: Kernel) -> adapters.LoadedAdapters:
     """Return the adapters of an engine, which has room for two."""
     kernel.replace(adapters, "ThreadPoolExecutor", lambda *_: Reader(kernel))
+    read = cache(lambda folder: read_adapter(folder, SUPPORT, {}))
+    kernel.replace(model_adapters, "read_adapter", lambda folder, *_: read(folder))
     return adapters.LoadedAdapters(SUPPORT, 2 * _BYTES)
 
 

@@ -30,6 +30,7 @@ class Asked:
         told_s: when to come back, from ``retry-after-ms``.
         room_s: seconds in which there was room for it while it waited as told.
         read_s: seconds in which the client did not read what had come.
+        run_s: what the texts cost in a run beside others.
         returns: whether the request was refused before, and comes back as told.
         is_first: whether the connection had no request before.
         adapter: the number of the adapter that it asks for; 0: none.
@@ -47,6 +48,7 @@ class Asked:
     told_s: float = 0.0
     room_s: float = 0.0
     read_s: float = 0.0
+    run_s: float = 0.0
     error: str = ""
     version: int = 0
     returns: bool = False

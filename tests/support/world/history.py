@@ -5,6 +5,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from tests.support.world import promises
@@ -157,6 +158,7 @@ class World:
     Attributes:
         failures: the promises that were broken.
         requests: all requests that clients began.
+        recent: those that had not ended a second before the last look.
         waiting: refused requests whose clients wait as they were told.
         last: the last request of each connection that asks.
         late: accepted requests with a stated limit that got 504 without a reason.
@@ -170,6 +172,7 @@ class World:
         self.kernel.on_error = self.fails
         self.failures: list[str] = []
         self.requests: list[Asked] = []
+        self.recent: list[Asked] = []
         self.waiting: list[Asked] = []
         self.faults: list[Fault] = []
         self.last: dict[str, Asked] = {}
@@ -203,7 +206,9 @@ class World:
         self.kernel.has_ended = True
 
     def asked(self, asked: Asked) -> int:
+        asked.run_s = self.server.costs.seconds(asked.lengths)
         self.requests.append(asked)
+        self.recent.append(asked)
         return len(self.requests)
 
     def answered(self, asked: Asked) -> None:
@@ -227,6 +232,13 @@ class World:
     def overlaps(self, begin: float, end: float, *kinds: str) -> bool:
         """Return whether one of some faults was there in a time."""
         return any(f.kind in kinds and f.begin <= end and f.end >= begin for f in self.faults)
+
+    @cached_property
+    def longest_run_s(self) -> float:
+        """The longest time of a run, of the longest text of a client."""
+        kinds = [KINDS[event.kind] for event in self.history.events if event.kind in KINDS]
+        longest = max((kind.words[1] for kind in kinds), default=0)
+        return self.server.costs.seconds([longest])
 
     def _server_noted(self, what: str, name: str, value: Any) -> None:
         self.note(f"{name} {what} {value}")
@@ -446,10 +458,14 @@ def play(history: History) -> World:
 def worlds(seeds: Sequence[int]) -> Iterator[World]:
     """Yield the world after each history; collections are rare, since each takes 0.1 s."""
     gc.freeze()
-    for seed in seeds:
-        yield play(drawn(seed))
-        if seed % 10 == 0:
-            gc.collect()
+    gc.disable()
+    try:
+        for seed in seeds:
+            yield play(drawn(seed))
+            if seed % 10 == 0:
+                gc.collect()
+    finally:
+        gc.enable()
 
 
 def shortest(history: History, fails: Callable[[History], bool]) -> History:

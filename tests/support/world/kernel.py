@@ -20,15 +20,17 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from greenlet import GreenletExit, greenlet
 
 from cloze.service import clock, service, threads
 from cloze.service.batching import scheduler
+from cloze.service.models import served_models
+from cloze.service.observe import logs
 from cloze.service.server import process as server_process
 
 START_S = 1000.0
@@ -36,6 +38,9 @@ START_S = 1000.0
 
 _PREEMPTED = 0.2
 """Share of the locks at which a worker lets other threads go first."""
+
+_MOST_SWITCHES = 5_000_000
+"""A history with more has threads that do not end."""
 
 
 class Process:
@@ -67,7 +72,8 @@ class Thread:
     ) -> None:
         self.name, self._target, self._args = name, target, args
         self.process = process or self.kernel.current.process
-        self.greenlet: greenlet | None = None
+        self.greenlet: Any = None
+        self.loop: Any = None  # which runs on it
         self.is_parked = self.was_woken = self.has_ended = False
         self.ticket = 0  # of the timer that may wake it
         self._ended = Event()
@@ -126,6 +132,7 @@ class Kernel:
         self.named: dict[str, Any] = {}  # listening sockets by path
         self._timers: list[tuple[float, int, Thread | None, Any]] = []
         self._serials = itertools.count()
+        self.looping: Any = None  # what asyncio takes for the running loop
         Thread.kernel = Lock.kernel = Event.kernel = self
         self.outside = self.current = Thread(lambda: None, "outside", process=self.process("world"))
 
@@ -154,12 +161,13 @@ class Kernel:
 
     def park(self, seconds: float | None = None) -> bool:
         """Wait until another thread wakes this one, or for some seconds; return whether it did."""
-        thread = self.current
+        thread, timers = self.current, self._timers
         thread.ticket += 1
-        thread.is_parked, thread.was_woken = True, False
+        thread.was_woken = False
         if seconds is not None:
-            item = (self.now + seconds, next(self._serials), thread, thread.ticket)
-            heapq.heappush(self._timers, item)
+            when = self.now + seconds
+            heapq.heappush(timers, (when, next(self._serials), thread, thread.ticket))
+        thread.is_parked = True
         self._switch()
         return thread.was_woken
 
@@ -175,17 +183,24 @@ class Kernel:
             self._switch()
 
     def _switch(self) -> None:
-        if (loop := asyncio._get_running_loop()) is None:
-            self.hub.switch()
-            return
-        asyncio._set_running_loop(None)
-        self.hub.switch()
-        asyncio._set_running_loop(loop)
+        """Let the thread run that is next; only the hub begins threads, so that stacks are short."""
+        following = self._next()
+        if following is None or not following.greenlet:
+            self.hub.switch(following)
+        elif following is not self.current:
+            self._enter(following)
+            following.greenlet.switch()
 
-    def run(self, most_switches: int = 5_000_000) -> None:
-        """Run threads until the history has ended, or until nothing is left to happen."""
+    def _enter(self, thread: Thread) -> None:
+        self.current = thread
+        if thread.loop is not self.looping:
+            self.looping = thread.loop
+            asyncio._set_running_loop(thread.loop)
+
+    def _next(self) -> Thread | None:
+        """Return the thread that runs next, after what happens before; None at the end."""
         ready, timers, choose = self.ready, self._timers, self.random.random
-        while not self.has_ended and self.switches < most_switches:
+        while not self.has_ended and self.switches < _MOST_SWITCHES:
             if ready:
                 thread = ready.pop(int(choose() * len(ready))) if len(ready) > 1 else ready.pop()
             elif timers:
@@ -199,14 +214,22 @@ class Kernel:
                 thread = waiting
                 thread.is_parked = False
             else:
-                return
-            if thread.process.stops:
-                thread.process.held.append(thread)
-            elif thread.process.is_alive:
+                return None
+            process = thread.process
+            if process.stops:
+                process.held.append(thread)
+            elif process.is_alive:
                 self.switches += 1
-                self.current = thread
-                cast(greenlet, thread.greenlet).switch()
-                self.current = self.outside
+                return thread
+        return None
+
+    def run(self) -> None:
+        """Run threads until the history has ended, or until nothing is left to happen."""
+        thread = self._next()
+        while thread is not None:
+            self._enter(thread)
+            thread = thread.greenlet.switch() or self._next()
+        self._enter(self.outside)
 
     def stop(self, process: Process) -> None:
         process.stops += 1
@@ -234,7 +257,7 @@ class Kernel:
 
     def close(self) -> None:
         """Unwind the threads that are left; nothing that they do has an effect."""
-        self.is_reaping = True
+        self.is_reaping = self.has_ended = True
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # coroutines that never began
             for process in self.processes:
@@ -242,7 +265,7 @@ class Kernel:
                 for thread in [*process.threads]:
                     self.current = thread
                     with suppress(Exception):
-                        cast(greenlet, thread.greenlet).throw(GreenletExit)
+                        thread.greenlet.throw(GreenletExit)
                 if process.loop is not None:
                     process.loop.discard()
         self.current = self.outside
@@ -407,8 +430,8 @@ def installed(kernel: Kernel) -> Iterator[None]:
     """Let all modules of the service use the clock and the threads of a kernel."""
     replace = kernel.replace
     for name, module in [*sys.modules.items()]:
-        uses_threads = getattr(module, "threading", None) is threading and module is not clock
-        if name.startswith("cloze.service") and uses_threads:
+        is_own = name.startswith("cloze.service") and module is not clock
+        if is_own and getattr(module, "threading", None) is threading:
             replace(module, "threading", Threading())
     replace(clock.CLOCK, "monotonic", lambda: kernel.now)
     replace(clock.CLOCK, "wall", lambda: kernel.now + kernel.wall_s)
@@ -418,6 +441,8 @@ def installed(kernel: Kernel) -> Iterator[None]:
     replace(threads, "to_thread", loop_threads)
     replace(threads, "from_thread", loop_threads)
     replace(scheduler, "lower_thread_priority", lambda _: None)
+    pool = nullcontext(SimpleNamespace(map=map))
+    replace(served_models, "ThreadPoolExecutor", lambda _: pool)
     # Collections take 0.1 s, and have no effect that the world could see.
     replace(service, "_return_memory", lambda: None)
     replace(server_process, "gc", SimpleNamespace(collect=lambda: None))
@@ -430,6 +455,7 @@ def installed(kernel: Kernel) -> Iterator[None]:
     finally:
         kernel.close()
         kernel.replaced.undo()
+        logs.WRITER.waiting.clear()
         random.setstate(state)
         if was_collecting:
             gc.enable()

@@ -10,6 +10,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import Context, copy_context
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,40 @@ WINDOW = 65_536
 """Bytes that arrive at an end before they are read."""
 
 _BACKLOG = 2048
+
+
+class Handle:
+    """A callback of an event loop; see `asyncio.Handle`."""
+
+    __slots__ = ("_args", "_callback", "_context", "is_cancelled")
+
+    def __init__(self, callback: Any, args: tuple[Any, ...], context: Context | None) -> None:
+        self._callback, self._args = callback, args
+        self._context = copy_context() if context is None else context
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        self._callback = self._args = None  # type: ignore[assignment]
+
+    def run(self) -> None:
+        self._context.run(self._callback, *self._args)
+
+
+class Timer(float):
+    """A callback at a time; a number, so that a heap compares timers fast."""
+
+    __slots__ = ("handle",)
+    handle: Handle
+
+    def cancel(self) -> None:
+        self.handle.cancel()
+
+    def cancelled(self) -> bool:
+        return self.handle.is_cancelled
+
+    def when(self) -> float:
+        return self
 
 
 class Loop(asyncio.BaseEventLoop):
@@ -45,6 +80,13 @@ class Loop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return self.kernel.now
 
+    def run_forever(self) -> None:
+        self.thread.loop = self.kernel.looping = self
+        try:
+            super().run_forever()
+        finally:
+            self.thread.loop = self.kernel.looping = None
+
     _ready: Any
     _scheduled: Any
     _stopping: bool
@@ -64,29 +106,57 @@ class Loop(asyncio.BaseEventLoop):
     def _run_once(self) -> None:
         """Run what is ready, as asyncio does, without the part for files and slow callbacks."""
         scheduled, ready, timeout = self._scheduled, self._ready, None
-        while scheduled and scheduled[0]._cancelled:
-            heapq.heappop(scheduled)._scheduled = False
+        while scheduled and scheduled[0].handle.is_cancelled:
+            heapq.heappop(scheduled)
         if ready or self._stopping:
             timeout = 0.0
         elif scheduled:
-            timeout = max(0.0, scheduled[0]._when - self.kernel.now)
+            timeout = max(0.0, scheduled[0] - self.kernel.now)
         self.select(timeout)
-        while scheduled and scheduled[0]._when <= self.kernel.now + 1e-9:
-            handle = heapq.heappop(scheduled)
-            handle._scheduled = False
-            ready.append(handle)
+        latest = self.kernel.now + 1e-9
+        while scheduled and scheduled[0] <= latest:
+            ready.append(heapq.heappop(scheduled).handle)
         for _ in range(len(ready)):
-            if not (handle := ready.popleft())._cancelled:
-                handle._run()
+            if (handle := ready.popleft()).is_cancelled:
+                continue
+            try:
+                handle.run()
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:
+                context = {"message": "a callback failed", "exception": error}
+                self.call_exception_handler(context)
+        handle = None
 
-    def _write_to_self(self) -> None:
-        if self._is_polling:
-            self.kernel.wake(self.thread)
+    def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> Any:
+        self._check_closed()
+        handle = Handle(callback, args, context)
+        self._ready.append(handle)
+        return handle
 
-    def call_soon_threadsafe(self, *args: Any, **kwargs: Any) -> asyncio.Handle:
+    def call_soon_threadsafe(
+        self, callback: Any, *args: Any, context: Context | None = None
+    ) -> Any:
         if self.kernel.is_reaping:
             raise RuntimeError("the process has ended")
-        return super().call_soon_threadsafe(*args, **kwargs)
+        handle = self.call_soon(callback, *args, context=context)
+        if self._is_polling:
+            self.kernel.wake(self.thread)
+        return handle
+
+    def call_at(
+        self, when: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> Any:
+        self._check_closed()
+        timer = Timer(when)
+        timer.handle = Handle(callback, args, context)
+        heapq.heappush(self._scheduled, timer)
+        return timer
+
+    def call_later(
+        self, delay: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> Any:
+        return self.call_at(self.kernel.now + delay, callback, *args, context=context)
 
     def _unhandled(self, _: Any, context: dict[str, Any]) -> None:
         if self.process.is_alive:
@@ -193,6 +263,16 @@ class Pipe:
             self.reader[0].call_soon_threadsafe(self.reader[1].eof_received)
 
 
+class Nobody:
+    """The peer of an end when both are closed."""
+
+    unread, is_closed, inbox = 0, True, deque[Any](maxlen=0)
+
+    @staticmethod
+    def on_arrival() -> None:
+        """Do nothing."""
+
+
 class End:
     """One end of a connection; the server's end also has the interface of a socket.
 
@@ -205,11 +285,11 @@ class End:
 
     def __init__(self, kernel: Kernel, address: str) -> None:
         self.kernel, self.address = kernel, address
-        self.peer: End
+        self.peer: End | type[Nobody]
         self.inbox: deque[bytes | None] = deque()
         self.unread = 0  # bytes that were sent to it and are not read
         self.is_closed = False
-        self.on_arrival: Callable[[], None] = lambda: None
+        self.on_arrival: Callable[[], None] = Nobody.on_arrival
         self._arrival = 0.0
 
     def push(self, data: bytes | None) -> None:
@@ -241,7 +321,7 @@ class End:
         process.at_end[self] = self._break
 
     def _break(self) -> None:
-        self.on_arrival = lambda: None
+        self.on_arrival = Nobody.on_arrival
         self.close()
 
     def close(self) -> None:
@@ -249,6 +329,8 @@ class End:
         if not self.is_closed:
             self.is_closed = True
             self.push(None)
+            if self.peer.is_closed:  # the ends need not refer to each other
+                self.peer.peer = self.peer = Nobody
 
     def setblocking(self, _: bool) -> None:
         """See `socket.setblocking`."""
@@ -340,7 +422,7 @@ class Transport(asyncio.Transport):
     def _arrived(self) -> None:
         if not self._is_told and not self._loop.is_closed():
             self._is_told = True
-            self._loop.call_soon_threadsafe(self._look)
+            self._loop.call_soon_threadsafe(self._look, context=Context())
 
     def _look(self) -> None:
         """Read what has arrived, and send what the peer has room for."""
@@ -409,13 +491,15 @@ class Transport(asyncio.Transport):
     def _lose(self) -> None:
         if not self._is_lost:
             self._is_lost = True
-            self._end.on_arrival = lambda: None
+            self._end.on_arrival = Nobody.on_arrival
             self._loop.call_soon(self._tell_lost)
 
     def _tell_lost(self) -> None:
         self._end.close()
         self._loop.process.at_end.pop(self._end, None)
-        self.protocol.connection_lost(None)
+        protocol, self.protocol = self.protocol, None
+        self._has_paused_protocol = False
+        protocol.connection_lost(None)
 
 
 class Gone(Exception):
@@ -485,4 +569,5 @@ class ClientConnection:
         return data
 
     def close(self) -> None:
+        self._end.on_arrival = Nobody.on_arrival
         self._end.close()

@@ -28,6 +28,8 @@ from tests.support.world.kernel import Kernel, Process
 from tests.support.world.network import Listener, Loop, Pipe
 from tests.support.world.server import Server
 
+_CONFIG = TypeAdapter(children.ChildConfig)
+
 
 class Ordered(dict[Any, None]):
     """A set that keeps its order, in place of uvicorn's sets of connections and tasks."""
@@ -100,7 +102,7 @@ class System:
         return self.descriptors[fileno]
 
     def Popen(self, command: Sequence[str], **_: Any) -> "ChildProcess":  # noqa: N802
-        config = TypeAdapter(children.ChildConfig).validate_json(command[-1])
+        config = _CONFIG.validate_json(command[-1])
         process = self._kernel.process(config.name)
         process.at_end["reports"] = self.descriptors[config.ready].end
         self._kernel.spawn(self._start, process, config, process=process)

@@ -53,12 +53,12 @@ def check_answer(world: "World", asked: "Asked") -> None:
         allowed |= {429, 504}
     # Before a batch was measured, and by an idle queue, all are admitted. Texts run to their end.
     is_unknown = begin < world.server.measured_s + SLACK_S
-    is_unknown |= world.server.costs.seconds(asked.lengths) > limit_s / 4
+    is_unknown |= asked.run_s > limit_s / 4
     is_excused = late or is_unknown or kind == "bulk"
     is_timed = bool(asked.limit_s) or "request_timeout_ms" in world.settings
-    if is_excused or is_timed or _longest_run_s(world) > limit_s / 5:
+    if is_excused or is_timed or world.longest_run_s > limit_s / 5:
         allowed.add(504)
-    is_excused |= bool(asked.adapter) or _longest_run_s(world) > limit_s
+    is_excused |= bool(asked.adapter) or world.longest_run_s > limit_s
     if status == 504 and is_timed and not is_excused:
         world.late.append(asked)
     if world.overlaps(begin, end, "errors", "broken") or POISON in " ".join(asked.texts):
@@ -99,17 +99,10 @@ def _check_told(world: "World", asked: "Asked") -> None:
     which is measured, so the time may be several times that of the work alone.
     """
     share = 0.1 if asked.kind == "bulk" else 0.9  # of the rate
-    work_s = sum(world.server.costs.seconds(one.lengths) for one in world.last.values())
+    work_s = sum(one.run_s for one in world.last.values())
     most_s = 10.0 + 6.0 * work_s / (2 * share)
     if asked.told_s > most_s:
         world.fails(f"told to wait for {asked.told_s} s, not at most {most_s:.1f} s: {asked}")
-
-
-def _longest_run_s(world: "World") -> float:
-    """Return the longest time of a run, of the longest text of a client."""
-    kinds = [KINDS[event.kind] for event in world.history.events if event.kind in KINDS]
-    longest = max((kind.words[1] for kind in kinds), default=0)
-    return world.server.costs.seconds([longest])
 
 
 def _survives(world: "World", asked: "Asked") -> bool:
@@ -181,12 +174,11 @@ def check_snapshots(world: "World") -> None:
 
 def check_running(world: "World") -> None:
     """Check that the server runs no request whose client has its end, or has left."""
-    now, asked = world.kernel.now, Counter[str]()
+    now = world.kernel.now
     if world.overlaps(now - 3.0, now, "stop", *ENDS):
         return
-    for one in world.requests:
-        if one.ended is None or one.ended > now - 1.0:
-            asked[world.server.client(one.address)] += 1
+    world.recent = [one for one in world.recent if one.ended is None or one.ended > now - 1.0]
+    asked = Counter(world.server.client(one.address) for one in world.recent)
     for queue in world.server.schedulers()[:1]:
         for client, held in queue._activity.requests.items():
             if held > asked[client]:
@@ -275,7 +267,7 @@ def check_limits(world: "World") -> None:
 
 def check_polite(world: "World") -> None:
     """Check that a polite client is seldom refused: one in ten requests, and two."""
-    if _longest_run_s(world) > world.settings.get("request_timeout_ms", 30_000) / 5000:
+    if world.longest_run_s > world.settings.get("request_timeout_ms", 30_000) / 5000:
         return
     for address in {asked.address for asked in world.requests if asked.kind == "polite"}:
         own = [asked for asked in world.requests if asked.address == address]

@@ -6,8 +6,9 @@ import shutil
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from hashlib import sha256
+from operator import mul
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, NamedTuple
@@ -38,7 +39,23 @@ POISON, BULK = "war", "moon"
 WORDS = [word for word in task_model.VOCABULARY if word.isalpha() and word not in (POISON, BULK)]
 
 _MOST_TOKENS, _GOLDEN_TOKENS = 4096, 8
-_STORED = {"size": 1, "sha256": "0" * 64}
+_FILES = ("g.onnx", "a.onnx", "golden.json", "tokenizer.json")
+_TOKENIZER = task_model.CONTEXT.tokenizer._backend.to_str()
+
+
+@cache
+def _spec(dimensions: int, is_bad: bool) -> BundleSpec:
+    """Return what the model is, without weights."""
+    embedding = {"pooling": "mean", "normalize": False, "max_tokens": _MOST_TOKENS}
+    architecture = task_model.manifest().architecture.model_dump() | {"max_positions": _MOST_TOKENS}
+    described = task_model.manifest(
+        name="world", tasks=("embed",), heads={}, architecture=architecture,
+        embedding=embedding | {"dimensions": dimensions},
+        limits={"max_tokens": _MOST_TOKENS}, license="bad" if is_bad else None,
+        adapters=adapters.SUPPORT,
+        files={file: {"size": 1, "sha256": "0" * 64} for file in _FILES},
+    )  # fmt: skip
+    return BundleSpec(**{name: getattr(described, name) for name in BundleSpec.model_fields})
 
 
 def publish(root: Path, dimensions: int, *, is_bad: bool = False) -> str:
@@ -46,37 +63,24 @@ def publish(root: Path, dimensions: int, *, is_bad: bool = False) -> str:
 
     The engine of a bad version does not open.
     """
-    embedding = {
-        "dimensions": dimensions,
-        "pooling": "mean",
-        "normalize": False,
-        "max_tokens": _MOST_TOKENS,
-    }
-    architecture = task_model.manifest().architecture.model_dump() | {"max_positions": _MOST_TOKENS}
-    described = task_model.manifest(
-        name="world", tasks=("embed",), heads={}, embedding=embedding, architecture=architecture,
-        limits={"max_tokens": _MOST_TOKENS}, license="bad" if is_bad else None,
-        adapters=adapters.SUPPORT,
-        files=dict.fromkeys(("g.onnx", "a.onnx", "golden.json", "tokenizer.json"), _STORED),
-    )  # fmt: skip
-    fields = {name: getattr(described, name) for name in BundleSpec.model_fields}
-    store = Store(root)
+    store, spec = Store(root), _spec(dimensions, is_bad)
     with store.staging() as folder:
-        for file in described.files:
+        for file in _FILES:
             (folder / file).write_text("world")
-        task_model.CONTEXT.tokenizer._backend.save(str(folder / "tokenizer.json"))
-        return store.publish(folder, BundleSpec(**fields)).manifest.reference
+        (folder / "tokenizer.json").write_text(_TOKENIZER)
+        return store.publish(folder, spec).manifest.reference
 
 
 def vector(text: str, version: int, dimensions: int) -> list[float]:
     """Return the vector that the engine of a version gives for a text."""
     ids = [task_model.CLS, *map(task_model.ID.__getitem__, text.split()), task_model.SEP]
-    return _vector(np.array(ids), version, dimensions).tolist()
+    order = sum(map(mul, ids, range(len(ids)))) % 65_521  # exact as float32
+    return [*map(float, (sum(ids), order, len(ids), version)), *[0.0] * (dimensions - 4)]
 
 
 def _vector(ids: Any, version: int, dimensions: int) -> Any:
     made = np.zeros(dimensions, np.float32)
-    order = ids @ np.arange(len(ids)) % 65_521  # exact as float32
+    order = ids @ np.arange(len(ids)) % 65_521
     made[:4] = ids.sum(), order, len(ids), version
     return made
 
@@ -122,11 +126,13 @@ class Costs:
     hangs: int = 0
     is_broken: bool = False
 
+    def __post_init__(self) -> None:
+        self._slower = 64 / SHARED.seconds([64]) / self.tokens_per_s
+
     def run(self, lengths: Sequence[int], *, alone: bool = False) -> tuple[float, Sequence[float]]:
         """Return the typical time of a run, and the ratios of which it takes one."""
         session = ALONE if alone else SHARED
-        slower = 64 / SHARED.seconds([64]) / self.tokens_per_s
-        return session.seconds(lengths) * slower, session.ratios
+        return session.seconds(lengths) * self._slower, session.ratios
 
     def seconds(self, lengths: Sequence[int]) -> float:
         """Return the typical time of a run beside others."""
@@ -176,17 +182,18 @@ class Engine:
         self._hang(seconds, ratios, known=self._has_run)
         self._has_run = True
         kernel.sleep(seconds * costs.slowness * random.choice(ratios))
-        poison = task_model.ID[POISON]
         if costs.is_broken or random.random() < costs.error_share:
             raise RuntimeError("the device fails")
-        if any(poison in encoding.input_ids for encoding in batch):
+        ids = [encoding.input_ids for encoding in batch]
+        if task_model.ID[POISON] in (whole := np.concatenate(ids)):
             raise RuntimeError("a poisoned encoding")
-        bulk = sum(len(e) for e in batch if task_model.ID[BULK] in e.input_ids)
+        may_be_bulk = ids if task_model.ID[BULK] in whole else ()
+        bulk = sum(len(one) for one in may_be_bulk if task_model.ID[BULK] in one)
         self._server.ran(sum(lengths), bulk)
         dimensions = self._server.dimensions
         return [
-            {"embedding": ArrayResult(_vector(encoding.input_ids, version, dimensions))}
-            for encoding, version in zip(batch, versions(), strict=True)
+            {"embedding": ArrayResult(_vector(one, version, dimensions))}
+            for one, version in zip(ids, versions(), strict=True)
         ]
 
     def _hang(self, seconds: float, ratios: Sequence[float], *, known: bool) -> None:

@@ -190,9 +190,8 @@ class Gate:
             request, line, self._starts.clock.monotonic(), error.retry_after_s, error.each_s
         )
         error.retry_after_s = after_s - hold_s
+        error.__traceback__ = error.__context__ = None  # frames refer to the body and the error
         if hold_s:
-            # The frames of the traceback refer to the body.
-            error.__traceback__ = error.__context__ = None
             await asyncio.sleep(hold_s)
 
     def answered(self, request: ServedRequest) -> None:

@@ -64,7 +64,7 @@ class Returns:
     def __init__(self, processes: int = 1) -> None:
         self._processes = processes
         self._last: dict[RefusedLine, float] = {}  # the latest time that was told
-        self._due: dict[RefusedLine, dict[_Refused, None]] = {}  # in the order of their times
+        self._due: dict[RefusedLine, dict[_Refused, None]] = {}  # by their times; all in `refused`
         self.refused: dict[Connection | None, _Refused] = {}
 
     def before(self, connection: Connection | None, line: RefusedLine, now: float) -> int:
@@ -133,8 +133,8 @@ class Returns:
         self.refused.pop(connection, None)
 
     def _give_back(self, connection: Connection | None, now: float) -> None:
-        refused = self.refused.get(connection)
-        if refused is not None and refused.at > now and refused.line in self._last:
-            self._last[refused.line] -= refused.moved_s
-            refused.moved_s = 0.0
+        if (refused := self.refused.get(connection)) is not None:
             self._due.get(refused.line, {}).pop(refused, None)
+            if refused.at > now and refused.line in self._last:
+                self._last[refused.line] -= refused.moved_s
+                refused.moved_s = 0.0

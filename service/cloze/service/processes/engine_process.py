@@ -74,7 +74,7 @@ class FrontEndChannel(frames.Channel):
         try:
             queue.submit(request)
         except ServiceError as error:
-            request.end(error)
+            request.end(error.with_traceback(None))  # whose frames refer to the request
         self._pending[run.number] = request
         request.add_done_callback(partial(self._finish, run.number, queue))
 

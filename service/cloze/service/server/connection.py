@@ -131,7 +131,8 @@ class ServerProtocol(HttpToolsProtocol):
         if self.on_lost is not None:
             self.on_lost()
         self._closed(self)
-        self.scope = self.cycle = None  # type: ignore[assignment]  # they refer to the connection
+        self.app_state.clear()  # this and the following refer to the connection
+        self.scope = self.cycle = self.parser = self.flow = None  # type: ignore[assignment]
 
     def end(self, reason: str) -> None:
         """Close the connection, even if its client does not read."""
@@ -172,7 +173,7 @@ class ServerProtocol(HttpToolsProtocol):
 
     def parse(self) -> None:
         """Parse a slice of the received bytes, unless reading is paused."""
-        if self.flow.read_paused or self.transport.is_closing():
+        if self.transport.is_closing() or self.flow.read_paused:
             return
         data, self._unparsed = self._unparsed[:_SLICE_BYTES], self._unparsed[_SLICE_BYTES:]
         self._progress = False

@@ -108,3 +108,12 @@ def test_the_lines_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     for number in range(10):
         made.refuse(Open(), 100.0, line=LINE._replace(client=str(number)))
     assert len(made.returns._last) <= 3
+    limit = LINE._replace(reason=Rejection.KEY_LIMIT)  # nobody asks who goes before on such a line
+    connections = [Open() for _ in range(8)]
+    for number, connection in enumerate(connections):
+        made.refuse(connection, 200.0 + 100 * number, line=limit)
+        made.refuse(connections[0], 250.0 + 100 * number, line=limit)
+    assert len(made.returns._due[limit]) <= len(connections)
+    for connection in connections:
+        made.returns.closed(connection, 2000.0)
+    assert not made.returns._due[limit]

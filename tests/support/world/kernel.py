@@ -39,9 +39,6 @@ START_S = 1000.0
 _PREEMPTED = 0.2
 """Share of the locks at which a worker lets other threads go first."""
 
-_MOST_SWITCHES = 5_000_000
-"""A history with more has threads that do not end."""
-
 
 class Process:
     """A simulated process: its threads end with it, and do not run while it is stopped."""
@@ -73,7 +70,6 @@ class Thread:
         self.name, self._target, self._args = name, target, args
         self.process = process or self.kernel.current.process
         self.greenlet: Any = None
-        self.loop: Any = None  # which runs on it
         self.is_parked = self.was_woken = self.has_ended = False
         self.ticket = 0  # of the timer that may wake it
         self._ended = Event()
@@ -132,7 +128,6 @@ class Kernel:
         self.named: dict[str, Any] = {}  # listening sockets by path
         self._timers: list[tuple[float, int, Thread | None, Any]] = []
         self._serials = itertools.count()
-        self.looping: Any = None  # what asyncio takes for the running loop
         Thread.kernel = Lock.kernel = Event.kernel = self
         self.outside = self.current = Thread(lambda: None, "outside", process=self.process("world"))
 
@@ -161,13 +156,12 @@ class Kernel:
 
     def park(self, seconds: float | None = None) -> bool:
         """Wait until another thread wakes this one, or for some seconds; return whether it did."""
-        thread, timers = self.current, self._timers
+        thread = self.current
         thread.ticket += 1
-        thread.was_woken = False
+        thread.is_parked, thread.was_woken = True, False
         if seconds is not None:
-            when = self.now + seconds
-            heapq.heappush(timers, (when, next(self._serials), thread, thread.ticket))
-        thread.is_parked = True
+            item = (self.now + seconds, next(self._serials), thread, thread.ticket)
+            heapq.heappush(self._timers, item)
         self._switch()
         return thread.was_woken
 
@@ -183,24 +177,17 @@ class Kernel:
             self._switch()
 
     def _switch(self) -> None:
-        """Let the thread run that is next; only the hub begins threads, so that stacks are short."""
-        following = self._next()
-        if following is None or not following.greenlet:
-            self.hub.switch(following)
-        elif following is not self.current:
-            self._enter(following)
-            following.greenlet.switch()
+        if (loop := asyncio._get_running_loop()) is None:
+            self.hub.switch()
+            return
+        asyncio._set_running_loop(None)
+        self.hub.switch()
+        asyncio._set_running_loop(loop)
 
-    def _enter(self, thread: Thread) -> None:
-        self.current = thread
-        if thread.loop is not self.looping:
-            self.looping = thread.loop
-            asyncio._set_running_loop(thread.loop)
-
-    def _next(self) -> Thread | None:
-        """Return the thread that runs next, after what happens before; None at the end."""
+    def run(self, most_switches: int = 5_000_000) -> None:
+        """Run threads until the history has ended, or until nothing is left to happen."""
         ready, timers, choose = self.ready, self._timers, self.random.random
-        while not self.has_ended and self.switches < _MOST_SWITCHES:
+        while not self.has_ended and self.switches < most_switches:
             if ready:
                 thread = ready.pop(int(choose() * len(ready))) if len(ready) > 1 else ready.pop()
             elif timers:
@@ -214,22 +201,14 @@ class Kernel:
                 thread = waiting
                 thread.is_parked = False
             else:
-                return None
-            process = thread.process
-            if process.stops:
-                process.held.append(thread)
-            elif process.is_alive:
+                return
+            if thread.process.stops:
+                thread.process.held.append(thread)
+            elif thread.process.is_alive:
                 self.switches += 1
-                return thread
-        return None
-
-    def run(self) -> None:
-        """Run threads until the history has ended, or until nothing is left to happen."""
-        thread = self._next()
-        while thread is not None:
-            self._enter(thread)
-            thread = thread.greenlet.switch() or self._next()
-        self._enter(self.outside)
+                self.current = thread
+                thread.greenlet.switch()
+                self.current = self.outside
 
     def stop(self, process: Process) -> None:
         process.stops += 1
@@ -257,7 +236,7 @@ class Kernel:
 
     def close(self) -> None:
         """Unwind the threads that are left; nothing that they do has an effect."""
-        self.is_reaping = self.has_ended = True
+        self.is_reaping = True
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # coroutines that never began
             for process in self.processes:

@@ -10,50 +10,20 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from contextvars import Context, copy_context
 from types import SimpleNamespace
 from typing import Any
 
 from tests.support.world.kernel import Kernel, Process, Thread
 
+_NOBODY: Any = SimpleNamespace(
+    unread=0, is_closed=True, inbox=deque(maxlen=0), on_arrival=lambda: None
+)
+"""The peer of an end when both are closed, so that they do not refer to each other."""
+
 WINDOW = 65_536
 """Bytes that arrive at an end before they are read."""
 
 _BACKLOG = 2048
-
-
-class Handle:
-    """A callback of an event loop; see `asyncio.Handle`."""
-
-    __slots__ = ("_args", "_callback", "_context", "is_cancelled")
-
-    def __init__(self, callback: Any, args: tuple[Any, ...], context: Context | None) -> None:
-        self._callback, self._args = callback, args
-        self._context = copy_context() if context is None else context
-        self.is_cancelled = False
-
-    def cancel(self) -> None:
-        self.is_cancelled = True
-        self._callback = self._args = None  # type: ignore[assignment]
-
-    def run(self) -> None:
-        self._context.run(self._callback, *self._args)
-
-
-class Timer(float):
-    """A callback at a time; a number, so that a heap compares timers fast."""
-
-    __slots__ = ("handle",)
-    handle: Handle
-
-    def cancel(self) -> None:
-        self.handle.cancel()
-
-    def cancelled(self) -> bool:
-        return self.handle.is_cancelled
-
-    def when(self) -> float:
-        return self
 
 
 class Loop(asyncio.BaseEventLoop):
@@ -77,15 +47,10 @@ class Loop(asyncio.BaseEventLoop):
         self._on_error = on_error
         self.set_exception_handler(self._unhandled)
 
+    get_debug = staticmethod(bool)  # False, for each callback
+
     def time(self) -> float:
         return self.kernel.now
-
-    def run_forever(self) -> None:
-        self.thread.loop = self.kernel.looping = self
-        try:
-            super().run_forever()
-        finally:
-            self.thread.loop = self.kernel.looping = None
 
     _ready: Any
     _scheduled: Any
@@ -106,57 +71,29 @@ class Loop(asyncio.BaseEventLoop):
     def _run_once(self) -> None:
         """Run what is ready, as asyncio does, without the part for files and slow callbacks."""
         scheduled, ready, timeout = self._scheduled, self._ready, None
-        while scheduled and scheduled[0].handle.is_cancelled:
-            heapq.heappop(scheduled)
+        while scheduled and scheduled[0]._cancelled:
+            heapq.heappop(scheduled)._scheduled = False
         if ready or self._stopping:
             timeout = 0.0
         elif scheduled:
-            timeout = max(0.0, scheduled[0] - self.kernel.now)
+            timeout = max(0.0, scheduled[0]._when - self.kernel.now)
         self.select(timeout)
-        latest = self.kernel.now + 1e-9
-        while scheduled and scheduled[0] <= latest:
-            ready.append(heapq.heappop(scheduled).handle)
+        while scheduled and scheduled[0]._when <= self.kernel.now + 1e-9:
+            handle = heapq.heappop(scheduled)
+            handle._scheduled = False
+            ready.append(handle)
         for _ in range(len(ready)):
-            if (handle := ready.popleft()).is_cancelled:
-                continue
-            try:
-                handle.run()
-            except (SystemExit, KeyboardInterrupt):
-                raise
-            except BaseException as error:
-                context = {"message": "a callback failed", "exception": error}
-                self.call_exception_handler(context)
-        handle = None
+            if not (handle := ready.popleft())._cancelled:
+                handle._run()
 
-    def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> Any:
-        self._check_closed()
-        handle = Handle(callback, args, context)
-        self._ready.append(handle)
-        return handle
-
-    def call_soon_threadsafe(
-        self, callback: Any, *args: Any, context: Context | None = None
-    ) -> Any:
-        if self.kernel.is_reaping:
-            raise RuntimeError("the process has ended")
-        handle = self.call_soon(callback, *args, context=context)
+    def _write_to_self(self) -> None:
         if self._is_polling:
             self.kernel.wake(self.thread)
-        return handle
 
-    def call_at(
-        self, when: float, callback: Any, *args: Any, context: Context | None = None
-    ) -> Any:
-        self._check_closed()
-        timer = Timer(when)
-        timer.handle = Handle(callback, args, context)
-        heapq.heappush(self._scheduled, timer)
-        return timer
-
-    def call_later(
-        self, delay: float, callback: Any, *args: Any, context: Context | None = None
-    ) -> Any:
-        return self.call_at(self.kernel.now + delay, callback, *args, context=context)
+    def call_soon_threadsafe(self, *args: Any, **kwargs: Any) -> asyncio.Handle:
+        if self.kernel.is_reaping:
+            raise RuntimeError("the process has ended")
+        return super().call_soon_threadsafe(*args, **kwargs)
 
     def _unhandled(self, _: Any, context: dict[str, Any]) -> None:
         if self.process.is_alive:
@@ -263,16 +200,6 @@ class Pipe:
             self.reader[0].call_soon_threadsafe(self.reader[1].eof_received)
 
 
-class Nobody:
-    """The peer of an end when both are closed."""
-
-    unread, is_closed, inbox = 0, True, deque[Any](maxlen=0)
-
-    @staticmethod
-    def on_arrival() -> None:
-        """Do nothing."""
-
-
 class End:
     """One end of a connection; the server's end also has the interface of a socket.
 
@@ -285,11 +212,11 @@ class End:
 
     def __init__(self, kernel: Kernel, address: str) -> None:
         self.kernel, self.address = kernel, address
-        self.peer: End | type[Nobody]
+        self.peer: End
         self.inbox: deque[bytes | None] = deque()
         self.unread = 0  # bytes that were sent to it and are not read
         self.is_closed = False
-        self.on_arrival: Callable[[], None] = Nobody.on_arrival
+        self.on_arrival: Callable[[], None] = lambda: None
         self._arrival = 0.0
 
     def push(self, data: bytes | None) -> None:
@@ -321,7 +248,7 @@ class End:
         process.at_end[self] = self._break
 
     def _break(self) -> None:
-        self.on_arrival = Nobody.on_arrival
+        self.on_arrival = lambda: None
         self.close()
 
     def close(self) -> None:
@@ -329,8 +256,8 @@ class End:
         if not self.is_closed:
             self.is_closed = True
             self.push(None)
-            if self.peer.is_closed:  # the ends need not refer to each other
-                self.peer.peer = self.peer = Nobody
+            if self.peer.is_closed:
+                self.peer.peer = self.peer = _NOBODY
 
     def setblocking(self, _: bool) -> None:
         """See `socket.setblocking`."""
@@ -422,7 +349,7 @@ class Transport(asyncio.Transport):
     def _arrived(self) -> None:
         if not self._is_told and not self._loop.is_closed():
             self._is_told = True
-            self._loop.call_soon_threadsafe(self._look, context=Context())
+            self._loop.call_soon_threadsafe(self._look)
 
     def _look(self) -> None:
         """Read what has arrived, and send what the peer has room for."""
@@ -491,7 +418,7 @@ class Transport(asyncio.Transport):
     def _lose(self) -> None:
         if not self._is_lost:
             self._is_lost = True
-            self._end.on_arrival = Nobody.on_arrival
+            self._end.on_arrival = lambda: None
             self._loop.call_soon(self._tell_lost)
 
     def _tell_lost(self) -> None:
@@ -569,5 +496,5 @@ class ClientConnection:
         return data
 
     def close(self) -> None:
-        self._end.on_arrival = Nobody.on_arrival
+        self._end.on_arrival = _NOBODY.on_arrival
         self._end.close()

@@ -89,7 +89,10 @@ def test_adapters_are_listed_beneath_their_base(store: Path, folder: Path) -> No
     assert "text-classification" in lines[2]
     values = run("list", store, "--json", "--adapter", str(folder / "stars"))
     assert values.exit_code == 0, values.output
-    stars = [json.loads(line) for line in values.stdout.splitlines()][1]
+    base, stars = [json.loads(line) for line in values.stdout.splitlines()][:2]
+    assert (base["bundle"], base["precisions"]) == ("a-base@1", ["fp32", "int8"])
+    assert {"nsp", "embed"} <= {*base["tasks"]}
+    assert base["bytes"] > 100_000
     assert stars["base"] == "a-base@1"
     assert stars["precisions"] == ["fp32", "int8"]
     tensors = load_file(folder / "stars/adapter_model.safetensors")

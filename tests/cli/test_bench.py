@@ -248,20 +248,6 @@ def test_the_pods_of_a_mix_are_measured(tiny_store: Path, tmp_path: Path) -> Non
     assert json.loads(again.stdout) == answer
 
 
-@pytest.mark.parametrize(
-    ("command", "line"),
-    [
-        ("run --model nowhere --model-store {}", "no bundle named 'nowhere'"),
-        ("compare nowhere.json nowhere.json", "No such file"),
-    ],
-)
-def test_what_cannot_be_measured_is_one_line(command: str, line: str, tiny_store: Path) -> None:
-    done = CliRunner().invoke(cli, ["bench", *command.format(tiny_store).split()])
-    assert done.exit_code == 1
-    assert line in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-
-
 @pytest.mark.slow
 def test_all_that_a_device_gives(tmp_path: Path) -> None:
     """The programme that measures a GPU, on this CPU and at small size: engines, padded, torch's

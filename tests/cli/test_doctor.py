@@ -104,15 +104,6 @@ def test_a_wrong_setting_is_a_problem(tiny_store: Path, monkeypatch: pytest.Monk
     assert found["settings"]["finding"].startswith("CLOZE_WORKERS: ")
 
 
-def test_a_listed_bundle_has_its_values_as_json(tiny_store: Path) -> None:
-    done = CliRunner().invoke(cli, ["store", "list", "--json", "--model-store", str(tiny_store)])
-    rows = {row["bundle"]: row for row in map(json.loads, done.stdout.splitlines())}
-    assert rows.keys() == {"bert@1", "bert-qa@1", "distilbert@1"}
-    assert rows["bert-qa@1"]["tasks"] == ["qa"]
-    assert rows["bert@1"]["precisions"] == ["fp32"]
-    assert rows["bert@1"]["bytes"] > 100_000
-
-
 def test_a_server_writes_nothing_to_the_home_folder(tiny_store: Path, tmp_path: Path) -> None:
     with running_server(tiny_store, "--model", "bert", HOME=str(tmp_path)) as server:
         httpx.post(f"{server.url}/embed", json={"inputs": "the king"}).raise_for_status()

@@ -151,10 +151,7 @@ def test_the_folder_of_a_bundle_is_copied_once(bundle: Path, tmp_path: Path) -> 
     assert_nothing_is_left(tmp_path / "other")
 
 
-def test_a_repository_is_fetched_once(
-    hub: FakeHub,
-    tmp_path: Path,
-) -> None:
+def test_a_repository_is_fetched_once(hub: FakeHub, tmp_path: Path) -> None:
     environment = {
         "HF_ENDPOINT": hub.url,
         "HF_HOME": str(tmp_path / "hub"),

@@ -26,7 +26,6 @@ from cloze.model_store.heads.head import HeadRequest
 from cloze.model_store.manifest import Precision
 from cloze.model_store.peft import AdapterError
 from cloze.service.core import Device
-from cloze.service.engine.adapters import LoadedAdapters
 from cloze.service.engine.onnx_engine import OnnxEngine, SessionOptions
 from cloze.service.errors import StartupError
 from cloze.service.models import served_models
@@ -37,7 +36,7 @@ from cloze.service.settings import Settings, load_settings
 from tests.support.adapter_folders import LABELS, Recipe, classifier, write
 from tests.support.adapter_folders import embedding as torch_embedding
 from tests.support.adapter_folders import logits as torch_logits
-from tests.support.command import cloze, cloze_here
+from tests.support.command import cloze
 from tests.support.refusals import error_of
 from tests.support.serving import Server, running_server
 from tests.support.waiting import wait_until
@@ -86,7 +85,6 @@ def opened(
     options = SessionOptions(adapter_bytes=64 * 2**20, alone_threads=2)
     engine = OnnxEngine(base, Device.CPU, precision, options=options)
     adapters = {a.manifest.name: a for a in open_adapters([*folders.values()], [base], 64).bundles}
-    assert engine.adapters is not None
     for adapter in adapters.values():
         engine.adapters.add(adapter.key, adapter.read)
         engine.adapters.hold(adapter.key).result(60)
@@ -107,7 +105,6 @@ KINDS |= {"vectors": "embed", "": "embed"}
 def expected(name: str, folder: Path | None, base: BertForPreTraining, ids: Any) -> np.ndarray:
     if KINDS[name] == "embed":
         return torch_embedding(folder, base, ids)
-    assert folder is not None
     return torch_logits(folder, base, ids, tokens=KINDS[name] == "tokens")
 
 
@@ -466,7 +463,6 @@ def test_a_kept_adapter_is_read_from_where_it_is_now(
     models = opener.open([base, moved], running)
     assert models == running
     engine = models[0].adapters
-    assert isinstance(engine, LoadedAdapters)
     engine.hold(moved.key).result(20)
     assert engine.keys == [moved.key]
     close_models(models)
@@ -540,9 +536,3 @@ def test_a_key_gets_the_results_of_its_adapters_and_of_no_other(ask: Ask) -> Non
     assert error_of(ask("tagger", "/classify", texts)) == (424, "task_not_supported")
     for path, body in (("/v1/models", None), ("/info", None), ("/embed", {"inputs": TEXT})):
         assert error_of(ask("early", path, body)) == (403, "forbidden")
-
-
-def test_a_malformed_name_is_refused_by_the_command(tmp_path: Path) -> None:
-    file = tmp_path / "keys.toml"
-    refused = cloze_here("keys", "add", "a", "--file", str(file), "--model", "../stars")
-    assert (refused.exit_code, file.exists()) == (2, False)

@@ -90,7 +90,6 @@ def test_a_reload_keeps_aliases_or_is_refused(tmp_path: Path, checkpoints: dict[
     settings = load_settings({"model_store": tmp_path, "alias": (f"{ALIAS}=own", "org/next=own@1")})
     service = single_process(settings, lambda *_: FakeEngine())
     with TestClient(service, base_url="http://localhost") as client:
-        assert client.portal is not None
         assert client.get(f"/v1/models/{ALIAS}").json()["id"] == "own@1"
         client.portal.call(service.reload)
         assert client.get("/v1/models/org%2Fnext").json()["id"] == "own@1"

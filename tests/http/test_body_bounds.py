@@ -17,6 +17,7 @@ import pytest
 
 from cloze.model_store.locations import DEFAULT_ROOT
 from tests.fuzz.damage import paths_of
+from tests.support.faulty import WORDS
 from tests.support.serving import Server, running_server
 
 MB = 1_000_000
@@ -171,22 +172,6 @@ def test_a_body_costs_no_more_than_its_bytes(server: Server) -> None:
         costs = {body.name: cost(server, client, body, 4 * MB) for body in bodies}
     assert len({body.path for body in bodies}) > 15
     assert not {name: spent for name, spent in costs.items() if not spent.is_bounded}
-
-
-WORDS = [
-    "river",
-    "walk",
-    "stone",
-    "bread",
-    "house",
-    "tree",
-    "light",
-    "cloud",
-    "road",
-    "king",
-    "ship",
-    "year",
-]
 
 
 @pytest.mark.parametrize(

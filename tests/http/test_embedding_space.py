@@ -60,7 +60,6 @@ def exported(checkpoint: Path, root: Path, name: str = "one", **options: Any) ->
 
 def space(described: Manifest, precision: str = "fp32", **changes: Any) -> str | None:
     recipe = own_recipe(described)
-    assert recipe is not None
     return embedding_space(described, precision, replace(recipe, **changes))
 
 
@@ -87,7 +86,6 @@ def test_the_name_is_that_of_every_release() -> None:
 
 def test_a_bundle_that_does_not_say_enough_has_no_name() -> None:
     described = manifest()
-    assert described.embedding is not None
     projected = described.embedding.model_copy(update={"projected": True})
     assert space(described.model_copy(update={"embedding": projected})) is None
     assert space(described, "") is None, "no engine runs"

@@ -25,13 +25,13 @@ from cloze.export.errors import ExportError
 from cloze.export.graph.session import open_session
 from cloze.export.load.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.measure.scorer import GraphScorer
-from cloze.export.publish import ExportOptions, export
+from cloze.export.publish import export
 from cloze.model_store import Store
 from cloze.model_store.batch import Encoding
 from cloze.model_store.embedding_space import embedding_space, own_recipes
 from cloze.model_store.heads.multi_vector import MultiVectorRequest
 from cloze.model_store.layouts import Layout
-from cloze.model_store.manifest import Manifest, Precision
+from cloze.model_store.manifest import Manifest
 from tests.support import late_models
 from tests.support.refusals import error_of
 from tests.support.serving import Server, running_server
@@ -311,13 +311,3 @@ def test_pickles_beside_a_bge_m3_run_no_code(
         with pytest.raises(ExportError, match=problem):
             load_checkpoint(str(folder))
     assert "code of a pickle ran" not in capfd.readouterr().out
-
-
-def test_filling_that_is_not_attended_has_no_packed_graph(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
-    options = ExportOptions(precisions=(Precision.FP16,))
-    with pytest.raises(ExportError, match="have no fp16 graph"):
-        export(str(folders["pylate"]), "late", Store(tmp_path), options)
-    bundle = export(str(folders["attending"]), "late", Store(tmp_path), options)
-    assert bundle.manifest.fp16 is not None

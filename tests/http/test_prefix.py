@@ -78,18 +78,8 @@ def test_a_prefix_that_is_no_path_is_ignored(server: Server) -> None:
     plain = httpx.get(server.url, headers=HTML)
     assert "<base" not in plain.text
     assert "base-uri 'none'" in plain.headers["content-security-policy"]
-    long, quote, host = "/a" * 101, '/"><script>', "//evil.example"
-    for wrong in (
-        long,
-        quote,
-        host,
-        "nlp",
-        "/a/../b",
-        "/a b",
-        "https://evil.example/",
-        ",,",
-        "/%22",
-    ):
+    others = ("//evil.example", "nlp", "/a/../b", "/a b", "https://evil.example/", ",,", "/%22")
+    for wrong in ("/a" * 101, '/"><script>', *others):
         page = httpx.get(server.url, headers={"x-forwarded-prefix": wrong} | HTML)
         assert page.text == plain.text, wrong
         document = httpx.get(f"{server.url}/openapi.json", headers={"x-forwarded-prefix": wrong})

@@ -49,11 +49,7 @@ class Guarded:
 def guarded(tiny_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     file = tmp_path_factory.mktemp("keys") / "keys.toml"
     keys = {}
-    options = {
-        "team": (),
-        "scraper": ("--scope", "metrics"),
-        "gone": ("--expires", "2020-01-31"),
-    }
+    options = {"team": (), "scraper": ("--scope", "metrics"), "gone": ("--expires", "2020-01-31")}
     for name, words in options.items():
         made = cloze("keys", "add", name, "--file", str(file), *words)
         assert made.returncode == 0, made.stderr
@@ -230,46 +226,15 @@ def test_a_renewed_certificate_is_served(tiny_store: Path, tmp_path: Path) -> No
         wait_until(lambda: ssl.get_server_certificate((host, int(port))) != before)
 
 
-@pytest.mark.parametrize(
-    ("ciphers", "accepted"),
-    [
-        ("ECDHE-RSA-AES128-GCM-SHA256", True),
-        ("ECDHE-RSA-AES256-SHA384", False),  # CBC
-        ("AES128-GCM-SHA256", False),  # RSA key exchange
-    ],
-)
-def test_tls_1_2_has_forward_secrecy_and_authenticated_encryption(
-    certificate: Certificate, ciphers: str, accepted: bool
-) -> None:
+def test_tls_1_2_has_forward_secrecy_and_authenticated_encryption(certificate: Certificate) -> None:
     served = TlsCertificate(certificate.public, certificate.private)
     served.files.read()
-    assert served.context is not None
-    client = ssl.create_default_context(cafile=str(certificate.public))
-    client.maximum_version = ssl.TLSVersion.TLSv1_2
-    client.set_ciphers(f"{ciphers}:@SECLEVEL=0")
-    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-    ends = [
-        client.wrap_bio(back, there, server_hostname="localhost"),
-        served.context.wrap_bio(there, back, server_side=True),
-    ]
-    pending = ends
-    try:
-        for _ in range(6):
-            pending = [end for end in pending if not is_done(end)]
-    except ssl.SSLError:
-        assert not accepted
-    else:
-        assert accepted
-        assert not pending
-        assert ends[0].version() == "TLSv1.2"
-
-
-def is_done(end: ssl.SSLObject) -> bool:
-    try:
-        end.do_handshake()
-    except ssl.SSLWantReadError:
-        return False
-    return True
+    assert served.context.minimum_version == ssl.TLSVersion.TLSv1_2
+    ciphers = {each["name"]: each for each in served.context.get_ciphers()}
+    assert {"ECDHE-RSA-AES128-GCM-SHA256", "ECDHE-ECDSA-AES128-GCM-SHA256"} <= ciphers.keys()
+    for name, cipher in ciphers.items():
+        is_1_3 = cipher["protocol"] == "TLSv1.3"
+        assert (cipher["aead"], cipher["kea"]) == (True, "kx-any" if is_1_3 else "kx-ecdhe"), name
 
 
 def test_a_key_expires(guarded: Guarded) -> None:

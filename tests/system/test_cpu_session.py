@@ -54,7 +54,6 @@ def test_threads_change_no_bit(graph: Path, rows: int) -> None:
     outputs = [f"x{PRODUCTS}"]
     (expected,) = cpu_session(graph).run(outputs, feeds)
     twice = cpu_session(graph, 1, 2)
-    assert isinstance(twice, CpuSession)
     for session in (twice, twice.side_by_side, twice.alone):
         np.testing.assert_array_equal(session.run(outputs, feeds)[0], expected)
 
@@ -95,14 +94,6 @@ def test_both_sessions_share_the_weights(graph: Path) -> None:
     # Less than all: some of it the imports have freed.
     assert one > 0.9 * WEIGHTS_MB, "one session packs the weights into memory of its own"
     assert private_mb(graph, 2) < WEIGHTS_MB / 2, "two sessions map them from a file"
-
-
-def test_the_packed_weights_leave_no_file(
-    graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    cpu_session(graph, 1, 2)
-    assert not list(tmp_path.iterdir())
 
 
 def test_more_threads_than_cores_are_refused() -> None:

@@ -4,6 +4,7 @@ import json
 import sys
 
 import httpx
+import pytest
 
 from tests.support.command import call
 from tests.support.serving import running_server
@@ -22,29 +23,31 @@ def modules_after(code: str) -> list[str]:
     return json.loads(done.stdout)
 
 
-def test_the_service_never_imports_what_export_needs() -> None:
-    loaded = modules_after(
-        "import cloze.service.server.process, cloze.service.engine.onnx_engine, "
-        "cloze.service.processes.supervisor, cloze.service.processes.engine_process"
-    )
-    assert "onnxruntime" in loaded
-    assert not [name for name in HEAVY if name in loaded]
+ENGINES = "cloze.service.processes.supervisor, cloze.service.processes.engine_process"
+HTTP = ["fastapi", "starlette.requests", "uvicorn"]
+"""`cloze serve` imports these while its engines open; the other processes of engines never do."""
+
+IMPORTED: dict[str, tuple[str, list[str]]] = {
+    f"cloze.service.server.process, cloze.service.engine.onnx_engine, {ENGINES}": (
+        "onnxruntime",
+        HEAVY,
+    ),
+    "cloze.service.processes.frontend": ("msgspec", [*HEAVY, "onnxruntime"]),
+    f"cloze.cli, cloze.service.server.startup, {ENGINES}": (
+        "cloze.service.models.served_models",
+        HTTP,
+    ),
+    "cloze.cli": ("click", [*HEAVY, "cloze.service", "fastapi", "onnxruntime"]),
+}
+"""Modules -> what their import brings along, and what it does not."""
 
 
-def test_a_front_end_holds_no_runtime() -> None:
-    loaded = modules_after("import cloze.service.processes.frontend")
-    assert "msgspec" in loaded
-    assert not [name for name in [*HEAVY, "onnxruntime"] if name in loaded]
-
-
-def test_engines_open_before_http_is_imported() -> None:
-    """`cloze serve` imports HTTP while they open; an engine process and a supervisor never do."""
-    loaded = modules_after(
-        "import cloze.cli, cloze.service.server.startup, cloze.service.processes.supervisor, "
-        "cloze.service.processes.engine_process"
-    )
-    assert "cloze.service.models.served_models" in loaded
-    assert not [name for name in ("fastapi", "starlette.requests", "uvicorn") if name in loaded]
+@pytest.mark.parametrize("modules", IMPORTED)
+def test_an_import_brings_only_what_is_needed(modules: str) -> None:
+    present, absent = IMPORTED[modules]
+    loaded = modules_after(f"import {modules}")
+    assert present in loaded
+    assert not [name for name in absent if name in loaded]
 
 
 def test_a_server_that_has_answered_imported_only_what_the_request_needed() -> None:
@@ -74,10 +77,3 @@ def test_no_import_builds_the_schema_of_a_body() -> None:
         "sys.modules = {one.__name__: one for one in models if one.__pydantic_complete__}"
     )
     assert built == ["InferParameters", "TensorParameters"]  # both are the default of a field
-
-
-def test_the_command_line_imports_a_room_only_when_asked() -> None:
-    loaded = modules_after("import cloze.cli")
-    assert not [
-        name for name in [*HEAVY, "cloze.service", "fastapi", "onnxruntime"] if name in loaded
-    ]

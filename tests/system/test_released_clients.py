@@ -73,11 +73,7 @@ def test_clients_of_cohere_jina_ollama_and_others(
         monkeypatch.setenv("CO_API_URL", server.url)
         expected = httpx.post(f"{server.url}/embed", json={"inputs": TEXTS, "model": "bert"}).json()
         found = run(
-            "embedders.py",
-            "embedders.txt",
-            tmp_path / "environment",
-            server.url,
-            json.dumps(TEXTS),
+            "embedders.py", "embedders.txt", tmp_path / "environment", server.url, json.dumps(TEXTS)
         )
     assert len(found["vectors"]) == 24
     for name, rows in found["vectors"].items():

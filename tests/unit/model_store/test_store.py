@@ -122,7 +122,6 @@ def test_killed_publishers_leave_only_whole_bundles(tmp_path: Path) -> None:
             stdout=subprocess.PIPE,
             cwd=Path(__file__).parents[3],
         )
-        assert process.stdout is not None
         with process.stdout as output:
             assert output.readline() == b"go\n"
             time.sleep(rng.uniform(0.02, 0.2))

@@ -103,7 +103,6 @@ with locked(Path({os.fspath(tmp_path / "lock")!r}), lambda: print("waits", flush
     print("has it")
 """
         other = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-        assert other.stdout is not None
         assert other.stdout.readline() == "waits\n"
     assert other.communicate(timeout=60)[0] == "has it\n"
     with system.locked(tmp_path / "lock", refuse):  # the file has stayed, the lock has not

@@ -111,12 +111,7 @@ def test_parameters_are_checked_once(
 class Runner:
     """Runs jobs whose shards are written by a function instead of a model.
 
-    Attributes:
-        jobs: the jobs that ran.
-        shards: numbers of the shards that ran, per job.
-        planned: what the watcher heard of each plan.
-        rows: what the watcher heard of rows.
-        most: most shards per run; the next ones stay undone.
+    `shards` has numbers of shards per job; `planned` and `rows` have what the watcher heard.
     """
 
     def __init__(self, folder: Path, store: Path) -> None:

@@ -120,7 +120,6 @@ def test_results_by_their_formula() -> None:
         [output] = scorer.run([Encoding(row, np.zeros_like(row), requests)])
         return output[next(iter(requests))]
 
-    assert made.masked_lm is not None
     logits = made.masked_lm(states[-1][[2]])[0]
     result = asked(masked_lm=masked_lm.MaskedLMRequest([2], 3, [7, 5]))
     assert result.top_ids.tolist() == [logits.topk(3).indices.tolist()]

@@ -76,6 +76,8 @@ def test_an_engine_on_a_cpu(bundle: Bundle) -> None:
         )
     engine.probe()
     assert OnnxEngine(bundle, Device.CPU, "auto").reason == "since the bundle has nothing else"
+    with pytest.raises(StartupError, match="has no int8 graph; export it with --precision int8"):
+        OnnxEngine(bundle, Device.CPU, Precision.INT8)
 
 
 @pytest.mark.parametrize(

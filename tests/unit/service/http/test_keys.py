@@ -150,7 +150,6 @@ def test_a_key_ends_at_its_time(file: Path, written: str, expires: str) -> None:
     end = datetime.fromisoformat(expires)
     file.write_text(f"{file.read_text()}expires = {written}\n")
     key = Keys(file).find(b"Bearer first")
-    assert key is not None
     assert key.expires_before(end.timestamp())
     assert not key.expires_before(end.timestamp() - 1)
 
@@ -191,7 +190,6 @@ def test_a_changed_file_is_read_again_and_counts_go_on(
     keys = Keys(file)
     one, two = keys.find(b"Bearer first"), keys.find(b"Bearer second")
     slow = keys.find(b"Bearer k")
-    assert slow is not None
     slow.take_tokens(1, 1.0)
     keys.file.look()
     assert caplog.messages == [], "it has not changed"
@@ -206,7 +204,6 @@ def test_a_changed_file_is_read_again_and_counts_go_on(
     assert keys.find(b"Bearer third") is not None
     for each in (b"Bearer k", b"Bearer new"):
         again = keys.find(each)
-        assert again is not None
         with refused("rate_limited", 1):  # its limit has not changed
             again.count(1.0)
     assert keys.find(b"Bearer second") is None

@@ -123,7 +123,6 @@ def test_a_request_ends_with_the_error_of_its_adapter_or_of_the_queue() -> None:
 
 def space(manifest: Manifest) -> str | None:
     recipe = own_recipe(manifest)
-    assert recipe is not None
     return embedding_space(manifest, "fp32", recipe)
 
 

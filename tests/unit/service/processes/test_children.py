@@ -154,7 +154,6 @@ class Lives(Child):
         if not self.lives_s[1:]:
             await asyncio.Future()
         seconds = self.lives_s.pop(0)
-        assert seconds is not None
         await asyncio.sleep(seconds)
         self.ready.set()
         return 1
@@ -193,11 +192,7 @@ async def test_the_delay_doubles_up_to_half_a_minute_and_is_reset_after_a_minute
 
 
 class Silent:
-    """A process that ends when it is killed.
-
-    Attributes:
-        killed: the times at which it was killed.
-    """
+    """A process that ends when it is killed, and notes the times at which it was killed."""
 
     def __init__(self) -> None:
         self.killed: list[float] = []

@@ -31,13 +31,7 @@ LIMITS = SchedulerLimits(
 
 
 class Queue(Scheduler):
-    """A scheduler that notes what is submitted, and reports a wait that a test sets.
-
-    Attributes:
-        terms: of each request.
-        failure: raised instead of the next admissions.
-        asked: what the expected wait was asked for.
-    """
+    """A scheduler that notes what is submitted and asked; `failure` is raised by admissions."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self.terms: list[Terms] = []

@@ -26,13 +26,7 @@ FRONT_ENDS = ["frontend-0", "frontend-1", "frontend-2"]
 
 
 class Server:
-    """A supervisor in a fork, with two engine processes and three front ends.
-
-    Attributes:
-        folder: the folder that all processes share.
-        fork: the process of the supervisor.
-        address: of the HTTP socket.
-    """
+    """A supervisor in a fork, with two engine processes and three front ends in one folder."""
 
     fork: Fork
     address: tuple[str, int]

@@ -64,7 +64,6 @@ ROWS = np.array([[0.5, -1.0, 0.0], [2.0, 0.25, -0.5]], np.float32)
 
 def response_of(accept: str) -> tuple[bytes, dict[str, str]]:
     chosen = native.vector_format(accept.encode())
-    assert chosen is not None
     response = native.vector_bytes(ROWS, *chosen)
     return bytes(response.body), {n.decode(): v.decode() for n, v in response.raw_headers}
 

@@ -84,11 +84,8 @@ class Transport(asyncio.Transport):
 class World:
     """A server's application, and the connections to it.
 
-    Attributes:
-        seen: the scopes of the requests that have reached the application.
-        bodies: the bodies that it has read.
-        release: an event; ``/hang`` answers when it is set.
-        closed: the connections of which the service has been told that they are closed.
+    `seen` and `bodies` have what reached the application, and `closed` the connections of which the
+    service was told that they are closed. ``/hang`` answers when `release` is set.
     """
 
     def __init__(self, limits: Settings = LIMITS, most: int = 100) -> None:

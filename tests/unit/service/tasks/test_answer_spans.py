@@ -3,6 +3,7 @@
 import tracemalloc
 from array import array
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,6 @@ import pytest
 from cloze.service.tasks import answer_spans
 from cloze.service.tasks.answer_spans import (
     QaAnswer,
-    QaDetails,
     QaOptions,
     Question,
     SpanMemory,
@@ -50,7 +50,7 @@ def best_answers(
     logits: list[np.ndarray],
     options: QaOptions,
     memory: SpanMemory | None = None,
-) -> answer_spans.AnswerSpans | QaDetails:
+) -> Any:
     """Return the best answers to a question, alone in its request unless there is a memory."""
     return answer_spans.best_answers(question, logits, options, memory or SpanMemory())
 
@@ -60,19 +60,6 @@ def only(answers: object) -> QaAnswer:
         [answers] = answers
     assert isinstance(answers, QaAnswer)
     return answers
-
-
-def several(question: Question, logits: list[np.ndarray], options: QaOptions) -> list[QaAnswer]:
-    """Return the best answers to a question that asks for several."""
-    answers = best_answers(question, logits, options)
-    assert isinstance(answers, list)
-    return answers
-
-
-def details_of(question: Question, logits: list[np.ndarray], options: QaOptions) -> QaDetails:
-    details = best_answers(question, logits, options)
-    assert isinstance(details, QaDetails)
-    return details
 
 
 def test_words_are_not_extended_beyond_their_window() -> None:
@@ -86,7 +73,7 @@ def test_words_are_not_extended_beyond_their_window() -> None:
 def test_the_answers_are_the_best_of_all_windows() -> None:
     question = asking(CONTEXT, SPANS, 3, [(0, 3), (2, 5)])
     logits = [window((1.0, 1.0), LOW, LOW), window(LOW, (3.0, 3.0), LOW)]
-    answers = several(question, logits, QaOptions(12, 1, 4, top_k=2))
+    answers = best_answers(question, logits, QaOptions(12, 1, 4, top_k=2))
     assert [(a.answer, a.start, a.end) for a in answers] == [("open", 10, 14), ("red", 0, 3)]
 
 
@@ -118,14 +105,14 @@ def test_no_answer_has_the_least_score_of_all_windows() -> None:
     options = QaOptions(12, 1, 4, top_k=3, handle_impossible_answer=True)
     sure = window((1.0, 1.0), LOW, LOW, cls=(9.0, 9.0))
     unsure = window(LOW, (1.0, 1.0), LOW, cls=(0.0, 1.0))
-    answers = several(question, [sure, unsure], options)
+    answers = best_answers(question, [sure, unsure], options)
     (nothing,) = [a for a in answers if a.answer == ""]
     starts, ends = np.exp([0, -9, 1, -9]), np.exp([1, -9, 1, -9])
     assert nothing.score == pytest.approx(
         float(starts[0] / starts.sum() * ends[0] / ends.sum()), rel=1e-4
     )
     assert (nothing.start, nothing.end) == (0, 0)
-    without = several(question, [sure, unsure], QaOptions(12, 1, 4, top_k=3))
+    without = best_answers(question, [sure, unsure], QaOptions(12, 1, 4, top_k=3))
     assert all(a.answer for a in without)
 
 
@@ -138,7 +125,6 @@ def test_no_answer_wins_where_it_exceeds_a_span_by_more_than_the_threshold(
     for above in (-0.1, 0.1):
         cls = (1.0 + threshold + above, 1.0)
         answers = best_answers(QUESTION, [window((1.0, 1.0), *[LOW] * 4, cls=cls)], options)
-        assert isinstance(answers, list)
         assert [answer.answer for answer in answers[:2]] == (
             ["", "red"] if above > 0 else ["red", ""]
         )
@@ -152,7 +138,7 @@ def test_details_name_the_best_span_of_each_window_and_its_rank() -> None:
     options = QaOptions(12, 1, 4, top_k=1, details=True)
     doubtful = window((1.0, 1.0), cls=(2.0, 2.0))
     sure = window((3.0, 3.0), LOW)
-    details = details_of(question, [doubtful, window((2.0, 2.0), LOW), sure], options)
+    details = best_answers(question, [doubtful, window((2.0, 2.0), LOW), sure], options)
     assert [a.answer for a in details.answers] == ["open"]
     first, other, second = details.windows
     assert (first.start, first.end, second.start, second.end) == (0, 3, 10, 18)
@@ -247,7 +233,9 @@ def test_white_space_is_no_answer(align: bool, impossible: bool) -> None:
     )
     question = asking(BLANK, BLANK_SPANS, 3, [(0, 5)])
     high = (9.0, 9.0)
-    texts = [a.answer for a in several(question, [window(LOW, high, high, high, LOW)], options)]
+    texts = [
+        a.answer for a in best_answers(question, [window(LOW, high, high, high, LOW)], options)
+    ]
     assert texts.count("") == impossible
     assert {"red", "doors", BLANK} < set(texts), "what white space is a part of"
     assert all(text.strip() for text in texts if text)
@@ -257,7 +245,7 @@ def test_a_window_of_white_space_has_no_answer() -> None:
     options = QaOptions(12, 5, 4, top_k=5, details=True)
     question = asking(BLANK, BLANK_SPANS, 3, [(0, 1), (1, 4), (4, 5)])
     logits = [window(LOW), window(LOW, LOW, LOW), window((5.0, 5.0))]
-    details = details_of(question, logits, options)
+    details = best_answers(question, logits, options)
     assert [answer.answer for answer in details.answers] == ["doors", "red"]
     assert [(at.start, at.end) for at in details.windows] == [(0, 3), (8, 13)]
 

@@ -8,6 +8,7 @@ one case of each kind reaches a service.
 
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,9 @@ from cloze.model_store.locations import SHIPPED_NAMES
 from cloze.service.errors import StartupError
 from cloze.service.service import single_process
 from cloze.service.settings import load_settings
+from tests.support.command import call
 from tests.support.crafted import Body, Change, craft, edit_graph, edit_json, put, unchanged, write
-from tests.support.serving import bare_environment, failed_start
+from tests.support.serving import bare_environment
 
 START_LIMIT_S = 20.0
 """Longest time until a server has refused a bundle."""
@@ -183,10 +185,10 @@ def test_a_manifest_that_is_no_manifest_is_refused(
 def test_a_server_does_not_start(bert: Path, tmp_path: Path, frontends: str) -> None:
     change, message = OTHER_OUTPUTS
     craft(bert, tmp_path, change)
-    log = failed_start(
-        "--model-store", str(tmp_path), "--frontends", frontends, "--device", "cpu",
-        env=bare_environment(), timeout_s=START_LIMIT_S,
-    )  # fmt: skip
-    lines = [line for line in log.splitlines() if " INFO " not in line]
-    assert len(lines) == 1, log
-    assert re.fullmatch(rf"cloze: .*{message}.*", lines[0]), log
+    serve = ("-m", "cloze", "serve", "--port", "0", "--frontends", frontends, "--device", "cpu")
+    command = (sys.executable, *serve, "--model-store", tmp_path)
+    done = call(*command, check=False, env=bare_environment(), timeout=START_LIMIT_S)
+    assert done.returncode == 2, done.stderr
+    lines = [line for line in done.stderr.splitlines() if " INFO " not in line]
+    assert len(lines) == 1, done.stderr
+    assert re.fullmatch(rf"cloze: .*{message}.*", lines[0]), done.stderr

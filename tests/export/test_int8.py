@@ -123,7 +123,6 @@ def tiny_int8(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, P
 
 def test_what_the_gate_measured_is_in_the_manifest(tiny_int8: Path) -> None:
     int8 = Store(tiny_int8).open("tiny").manifest.int8
-    assert int8 is not None
     assert int8.gate.limits.items() <= EXPORT_HEADS[EMBEDDING].limits.items()
     assert int8.gate.measured.keys() == int8.gate.limits.keys()
 
@@ -219,15 +218,6 @@ def test_an_older_int8_graph_that_does_not_load_gives_way_to_fp32(
         engine("avx2", Precision.INT8)
     with pytest.raises(StartupError, match=r"its graph does not load: Attempt .* tensor$"):
         engine("avx512_vnni", "auto")
-
-
-def test_a_bundle_without_int8(tiny_store: Path) -> None:
-    bundle = Store(tiny_store).open("bert")
-    assert OnnxEngine(bundle, Device.CPU, "auto").reason == "since the bundle has nothing else"
-    with pytest.raises(
-        StartupError, match="bundle bert@1 has no int8 graph; export it with --precision int8"
-    ):
-        OnnxEngine(bundle, Device.CPU, Precision.INT8)
 
 
 def test_the_server_logs_its_choice_and_long_neighbours_move_no_vector(tiny_int8: Path) -> None:

@@ -26,7 +26,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the package of the documentation, as an installer leaves it."""
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     example = re.search(r"\n    # pyproject.toml.*?\n\n(?=\S)", page, re.DOTALL)
-    assert example is not None
     declared, _, module = dedent(example[0]).partition("# toy_family.py")
     folder = tmp_path_factory.mktemp("site")
     (folder / "toy_family.py").write_text("#" + module)

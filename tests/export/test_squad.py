@@ -93,11 +93,7 @@ def test_windows_cover_the_paragraph_and_point_at_the_answer(
     tokenizer: CheckpointTokenizer, tokens: int, stride: int, cut: int
 ) -> None:
     windows = make_windows(
-        QUESTIONS,
-        tokenizer.tokenizer,
-        tokens=tokens,
-        stride=stride,
-        question_tokens=cut,
+        QUESTIONS, tokenizer.tokenizer, tokens=tokens, stride=stride, question_tokens=cut
     )
     for number, question in enumerate(QUESTIONS):
         mine = [window for window in windows if window.question == number]

@@ -232,9 +232,7 @@ def test_buckets_of_deberta_are_those_of_transformers(buckets: int, distances: i
     assert torch.equal(disentangled.bucket(apart, sizes), expected)
 
 
-def test_a_deberta_fills_masks_only_with_the_head_that_its_settings_declare(
-    tmp_path: Path,
-) -> None:
+def test_a_deberta_fills_masks_only_with_the_head_that_its_settings_declare(tmp_path: Path) -> None:
     """Microsoft's files hold the new head, and their settings say nothing of it."""
     save("deberta-v2", "masked_lm", tmp_path, legacy=False)
     assert load_checkpoint(str(tmp_path)).model.masked_lm is not None

@@ -21,13 +21,7 @@ def unchanged(_: Path, __: Body) -> None:
 
 
 def craft(source: Path, root: Path, change: Change) -> Path:
-    """Copy a bundle to a new store, change it and seal it; return the bundle's folder.
-
-    Args:
-        source: the folder of a bundle.
-        root: the folder of the new store.
-        change: the change to make.
-    """
+    """Copy a bundle to a new store, change it and seal it; return the bundle's folder."""
     folder = Path(shutil.copytree(source, root / source.parent.name / source.name))
     body = read_body(folder)
     change(folder, body)
@@ -45,10 +39,7 @@ def read_body(folder: Path) -> Body:
 def seal(folder: Path, body: Body, *, measure: bool = True) -> None:
     """Write the manifest with the hashes and sizes of the files, and with its own digest.
 
-    Args:
-        folder: the folder of the bundle; a manifest that is no regular file stays as it is.
-        body: the fields of the manifest.
-        measure: whether to write the hashes and sizes of the files to the manifest first.
+    A manifest that is no regular file stays as it is. Without `measure`, hashes and sizes stay too.
     """
     for name, entry in body["files"].items() if measure else ():
         file = folder / name

@@ -19,12 +19,8 @@ from cloze.service.core import Device
 class FakeEngine:
     """Returns the sum of an encoding's ids as its embedding, and records every batch.
 
-    Attributes:
-        batches: every batch that ran, in order.
-        gate: an event; `run` blocks while the event is cleared.
-        entered: an event that `run` sets when a run begins.
-        poison: returns whether an encoding makes `run` raise.
-        broken: whether `probe` raises.
+    `run` sets the event `entered`, and blocks while the event `gate` is cleared. An encoding that
+    `poison` selects makes `run` raise.
     """
 
     device = Device.CPU

@@ -65,12 +65,7 @@ def publish(root: Path, name: str = "tiny") -> str:
 
 @dataclass(frozen=True)
 class Fork:
-    """A fork of the test process.
-
-    Attributes:
-        pid: its number.
-        output: the file of what it writes and logs.
-    """
+    """A fork of the test process, and the file of what it writes and logs."""
 
     pid: int
     output: Path

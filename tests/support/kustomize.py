@@ -49,8 +49,6 @@ def pod_of(objects: list[Object]) -> Object:
 
 
 VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "image"}
-
-
 VOLUMES |= {"persistentVolumeClaim", "projected", "secret"}
 
 

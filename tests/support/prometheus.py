@@ -25,10 +25,7 @@ _FAST = {"scrape_interval": "200ms", "scrape_timeout": "200ms", "evaluation_inte
 def running_prometheus(folder: Path, targets: Sequence[str], key: str = "") -> Iterator[str]:
     """Run Prometheus with the shipped configuration, but other targets and a shorter interval.
 
-    Args:
-        folder: for its files.
-        targets: URLs of servers, all with TLS or none.
-        key: the API key of Prometheus; "" for servers without keys.
+    The targets are URLs of servers, all with TLS or none. Servers without keys need the key "".
     """
     config = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
     (folder / "metrics-key").write_text(key)

@@ -137,18 +137,9 @@ class State:
 class Service:
     """The routes of all protocols over some models.
 
-    Args:
-        folder: a folder for a tokenizer.
-        described: changes of the manifest, per model; the first one is the default.
-        tasks: the tasks that the server offers.
-        callers: names the clients.
-        aliases: other names of the models.
-
-    Attributes:
-        engine: the engine of all models.
-        state: the state of the server.
-        scope: keys for the scopes of requests.
-        seen: the record of the last request, as the application left it.
+    `described` has changes of the manifest per model; the first model is the default. The folder is
+    for a tokenizer. `scope` is added to the scopes of requests, and `seen` is the record of the
+    last request, as the application left it.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,7 +74,6 @@ def running_server(
     listening = threading.Event()
 
     def read() -> None:
-        assert process.stderr is not None
         for line in process.stderr:
             log.append(line)
             if "listening on" in line:
@@ -99,25 +98,7 @@ def running_server(
                 process.kill()
         process.wait()
         reader.join()
-        assert process.stderr is not None
         process.stderr.close()
-
-
-def failed_start(
-    *arguments: str, env: Mapping[str, str], cwd: Path | None = None, timeout_s: float = 120
-) -> str:
-    """Return the log of a ``cloze serve`` that cannot start."""
-    done = subprocess.run(
-        [sys.executable, "-m", "cloze", "serve", "--port", "0", *arguments],
-        cwd=cwd,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=timeout_s,
-    )
-    assert done.returncode == 2, done.stderr
-    return done.stderr
 
 
 def wait_until_ready(server: Server, longest_s: float = START_TIMEOUT_S) -> None:

@@ -38,15 +38,10 @@ class Condition(threading.Condition):
 
 @dataclass(eq=False)
 class Worker:
-    """A worker thread as a state.
+    """A worker thread as a state: what the worker holds, or what it waits for.
 
-    Attributes:
-        number: the worker's number.
-        take: waits for a batch and returns it; None when the scheduler closes.
-        batch: the encodings that the worker holds.
-        condition: what the worker waits for.
-        was_idle: whether the scheduler counts the worker as idle, until the worker looks again.
-        ended: whether the worker has left its loop.
+    `take` waits for a batch and returns it, or None when the scheduler closes. If `was_idle`, the
+    scheduler counts the worker as idle until the worker looks again.
     """
 
     number: int
@@ -65,13 +60,8 @@ class Worker:
 class SteppedScheduler(Scheduler):
     """A scheduler without threads; `look` and `run` do the work of a worker.
 
-    Args:
-        engine: runs the batches.
-        limits: the limits; `workers` is the number of workers besides the one for short texts.
-
-    Attributes:
-        workers: the workers, that for short texts last.
-        deaths: the reasons that `on_dead` was called with.
+    The worker for short texts is the last one, and the limits do not count it. `deaths` has the
+    reasons that `on_dead` was called with.
     """
 
     def __init__(self, engine: FakeEngine, limits: SchedulerLimits, clock: Clock = CLOCK) -> None:

@@ -7,11 +7,7 @@ from cloze.service.clock import Clock
 
 
 class VirtualClock(Clock):
-    """Virtual time, which advances when a test or a waiting thread says so.
-
-    Attributes:
-        now: seconds.
-    """
+    """Virtual time in seconds, which advances when a test or a waiting thread says so."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now

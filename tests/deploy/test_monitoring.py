@@ -240,10 +240,7 @@ def test_restarts_of_a_single_process_ring(tiny_store: Path, tmp_path: Path) -> 
 def scrape_job(monitor: Object, annotations: dict[str, str], key: str) -> Object:
     """Return the scrape configuration that the Prometheus operator makes of a ServiceMonitor.
 
-    Args:
-        monitor: the ServiceMonitor.
-        annotations: of the pods.
-        key: the value of the only Secret.
+    The annotations are those of the pods, and the key is the value of the only Secret.
     """
     (endpoint,) = monitor["spec"]["endpoints"]
     labels = {

@@ -11,8 +11,6 @@ import pytest
 from tests.support.command import call
 
 ROOT = Path(__file__).parents[2]
-
-
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 

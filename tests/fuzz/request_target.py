@@ -105,7 +105,6 @@ def context() -> TaskContext:
     """Return a model of every task, with the tokenizer of a default bundle."""
     bundle = Store().open(SHIPPED_NAMES[0])
     manifest = bundle.manifest
-    assert manifest.embedding is not None
     changes = {"dimensions": WIDTH, "prompts": {"q": "the "}, "projected": False}
     recipe = manifest.embedding.model_copy(update=changes | {"max_tokens": LIMITS.max_tokens})
     heads = {

@@ -28,7 +28,6 @@ from cloze.export.train.finetune import draw_tasks
 from cloze.export.train.progress import read_log
 from cloze.export.train.run_options import RunOptions, Schedule
 from cloze.model_store import Store
-from cloze.model_store.heads.sequence_classification import SequenceLabels
 from tests.support import fine_tuning
 from tests.support.command import call
 from tests.support.family_checkpoints import ids_of, ours, same, theirs
@@ -196,7 +195,6 @@ def test_several_tasks_share_an_encoder_and_a_bundle(bert: Path, tmp_path: Path)
     manifest = export(str(trained), "tasks", Store(tmp_path / "store")).manifest
     assert manifest.tasks == ("qa", "text-classification", "token-classification")
     labels = manifest.heads["sequence_classification"]
-    assert isinstance(labels, SequenceLabels)
     assert labels.names == ("who", "all")
     assert [{*each.labels} for each in labels.sets] == [{*PEOPLE}, {*PEOPLE, *ACTS}]
     card = (trained / "README.md").read_text()

@@ -369,7 +369,6 @@ def test_an_interruption_before_the_first_step(stories: Path, tmp_path: Path) ->
     long_text, folder = tmp_path / "long.txt", tmp_path / "run"
     long_text.write_text(stories.read_text() * 100)
     process = start(pretrain_command(folder, RECIPE, long_text))
-    assert process.stderr is not None
     assert process.stderr.readline() == "learning a vocabulary of 120 tokens\n"
     process.send_signal(signal.SIGTERM)
     _, stderr = process.communicate(timeout=60)

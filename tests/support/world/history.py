@@ -412,19 +412,34 @@ class World:
         self.server.publish()
         self.end_faults("bad version")
 
-    def _full_disk(self, _: float) -> None:
-        """Reload while the files of a new version, and the keys, are cut off."""
-        self.begin_fault("bad version")
-        reference = self.server.publish()
-        name, _, version = reference.partition("@")
-        folder = self.server.store / "models" / name / version
-        (folder / "golden.json").write_text("")
-        self.server.keys_file.write_text("[key-0]\nsha256 =")
-        self.server.hang_up()
-        self.kernel.sleep(2.0)
-        self.server.write_keys()
-        self.server.publish()
-        self.end_faults("bad version")
+    def _full_disk(self, seconds: float) -> None:
+        """Cut off the files of a new version, and the keys; then only temporary files fail.
+
+        Then a good version is served, except with adapters, which need the disk.
+        """
+        kernel, server, adapters = self.kernel, self.server, self.history.has_adapters
+        began = kernel.now
+        self.begin_fault("bad version", who="disk")
+        server.disk.is_full = True
+        name, _, version = server.publish().partition("@")
+        (server.store / "models" / name / version / "golden.json").write_text("")
+        server.keys_file.write_text("[key-0]\nsha256 =")
+        server.hang_up()
+        kernel.sleep(2.0)
+        server.write_keys()
+        reference = server.publish()
+        if not adapters:
+            self.end_faults("bad version", who="disk")
+        server.hang_up()
+        kernel.sleep(seconds)
+        is_alone = not self.overlaps(began, kernel.now, "slow", "stop", *promises.ENDS)
+        changes = [f for f in self.faults if f.kind in ("bad version", "reload")]
+        is_alone &= sum(fault.end > began - 45.0 for fault in changes) == 1  # the last ones end late
+        is_alone &= seconds > 1.0 and not self.history.front_ends  # which do not reload
+        if is_alone and server.serves(reference) == adapters:
+            self.fails(f"with a full disk, {reference} is {'' if adapters else 'not '}served")
+        server.disk.is_full = False
+        self.end_faults("bad version", who="disk")
 
     def _clock_jump(self, seconds: float) -> None:
         self.note("the wall clock jumps")

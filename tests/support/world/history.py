@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.support.world import promises
 from tests.support.world.clients import CROWDS, KINDS, Asked, Client, key_name, probe
-from tests.support.world.kernel import START_S, Kernel, installed
+from tests.support.world.kernel import START_S, Kernel, Process, installed
 from tests.support.world.processes import Supervised, processes_installed
 from tests.support.world.server import Costs, Server
 
@@ -135,6 +135,10 @@ def drawn(seed: int) -> History:
         at, many = round(draw.uniform(0, seconds * 0.6), 1), draw.randint(2, 12)
         events.append(Event(at, "slow reader", round(draw.uniform(5, 20), 1), many))
         settings["max_answers_bytes"] = 2**18 * draw.choice((1, 2, 4))
+    draw = random.Random(f"queue {seed}")
+    if not are_loops and draw.random() < (0.3 if front_ends else 0.1):
+        settings["max_queue_tokens"] = 4000
+        events += [Event(round(draw.uniform(2.0, seconds * 0.7), 2), "kill_engine")] * front_ends
     return History(
         seed, tuple(sorted(events)), seconds, rate, turn_s, front_ends, keys, adapters, dimensions,
         tuple(settings.items()),
@@ -161,7 +165,7 @@ class World:
         last: the last request of each connection that asks.
         late: accepted requests with a stated limit that got 504 without a reason.
         faults: what was done to the server, and what its process did.
-        readiness: (time, status) of each probe of /readyz.
+        readiness: (begin, end, status) of each probe of /readyz.
     """
 
     def __init__(self, history: History) -> None:
@@ -174,7 +178,7 @@ class World:
         self.faults: list[Fault] = []
         self.last: dict[str, Asked] = {}
         self.late: list[Asked] = []
-        self.readiness: list[tuple[float, int]] = []
+        self.readiness: list[tuple[float, float, int]] = []
         self.settings = dict(history.settings)
         self._hash = hashlib.sha256()
         self.trace: list[str] = []
@@ -253,6 +257,7 @@ class World:
                 self.fails, dict(history.settings), self._keys(), history.has_adapters,
                 history.dimensions,
             )  # fmt: skip
+            promises.watch_turns(self)
             try:
                 self.kernel.spawn(self._direct)
                 self.kernel.run()
@@ -309,8 +314,9 @@ class World:
         while self.is_watching:
             began = kernel.now
             status = int(probe(self, "/readyz").split()[1])
-            self.readiness.append((began, status))
-            promises.check_readiness(self, began, status)
+            for before in self.readiness[-1:]:
+                promises.check_readiness(self, *before)
+            self.readiness.append((began, kernel.now, status))
             promises.check_snapshots(self)
             promises.check_waiting(self, kernel.now - began + _WATCH_S)
             if len(self.readiness) % 4 == 0:
@@ -393,10 +399,17 @@ class World:
             self.fails(f"{ended} ended after all processes had been stopped")
 
     def _kill(self, _: float) -> None:
-        process = self.server.victim()
-        if process is not None:
-            self.begin_fault("kill", who=process.name)
-            self.kernel.kill(process)
+        if (process := self.server.victim()) is not None:
+            self._kill_process(process)
+
+    def _kill_engine(self, _: float) -> None:
+        """Kill the engine process; requests of its queue outlive it."""
+        if (process := self.server.engine_process()).is_alive:
+            self._kill_process(process)
+
+    def _kill_process(self, process: Process) -> None:
+        self.begin_fault("kill", who=process.name)
+        self.kernel.kill(process)
 
     def _reload(self, _: float) -> None:
         self.begin_fault("reload", 0.0)

@@ -134,7 +134,9 @@ class Returns:
 
     def _give_back(self, connection: Connection | None, now: float) -> None:
         refused = self.refused.get(connection)
-        if refused is not None and refused.at > now and refused.line in self._last:
+        if refused is None:
+            return
+        self._due.get(refused.line, {}).pop(refused, None)
+        if refused.at > now and refused.line in self._last:
             self._last[refused.line] -= refused.moved_s
             refused.moved_s = 0.0
-            self._due.get(refused.line, {}).pop(refused, None)

@@ -29,7 +29,6 @@ class Asked:
         lost: why there is no answer: the client left, or the server ended the connection.
         told_s: when to come back, from ``retry-after-ms``.
         room_s: seconds in which there was room for it while it waited as told.
-        work_s: most work of one worker that waited as told besides it.
         read_s: seconds in which the client did not read what had come.
         returns: whether the request was refused before, and comes back as told.
         is_first: whether the connection had no request before.
@@ -47,7 +46,6 @@ class Asked:
     lost: str = ""
     told_s: float = 0.0
     room_s: float = 0.0
-    work_s: float = 0.0
     read_s: float = 0.0
     error: str = ""
     version: int = 0

@@ -19,9 +19,8 @@ SLACK_S = 0.5
 DEAD_S = 80.0
 """Seconds until a broken engine has ended its process, at most: the first canary may take 60 s."""
 
-ROOM_S = 15.0
-"""Seconds in which a waiting client may have room, besides the work of all that wait: others whose
-work was expected may leave. Twice as long at most."""
+ROOM_S = 20.0
+"""Seconds in which a waiting client may have room: others whose work was expected may leave."""
 
 SILENT_S = 10.5
 """Seconds until a stopped process is replaced: 8 s of silence, looks, and a report's second."""
@@ -34,7 +33,7 @@ def check_answer(world: "World", asked: "Asked") -> None:
     """Check one outcome: the status is allowed, and it comes in time."""
     assert asked.ended is not None
     begin, end = asked.began, asked.ended
-    ends = world.overlaps(begin - SLACK_S, end, *ENDS)
+    ends = world.server.is_dead or world.overlaps(begin - SLACK_S, end, *ENDS)
     survives = ends and _survives(world, asked)
     if survives:
         ends = False
@@ -75,9 +74,7 @@ def check_answer(world: "World", asked: "Asked") -> None:
         if asked.lost == "the client left":
             if kind not in ("leaving", "crowd") and not late:
                 world.fails(f"no answer: {asked}")
-        elif any(service.dead_reason for service, _ in world.server.services.values()):
-            pass  # the process ends in a moment, and `check_exit` asks for the reason
-        elif not ends and not is_crowded and not kind.startswith("slow ") and asked.is_first:
+        elif not (ends or is_crowded or kind.startswith("slow ")) and asked.is_first:
             world.fails(f"a request was lost: {asked}")
         return
     if status not in allowed:
@@ -170,8 +167,8 @@ def check_readiness(world: "World", began: float, ended: float, status: int) -> 
     """Check that a server was ready unless a fault says otherwise; its process may just end."""
     if "max_connections" in world.settings:
         return
-    is_excused = world.overlaps(began - 1.0, ended, "stop", *ENDS)
-    if status != 200 and not is_excused and not world.overlaps(ended, ended + 0.1, "down"):
+    ends = world.server.is_dead or world.overlaps(ended, world.kernel.now, "down")
+    if status != 200 and not ends and not world.overlaps(began - 1.0, ended, "stop", *ENDS):
         world.fails(f"readiness is {status} without a reason")
     drains = [fault.begin for fault in world.faults_of("drain") if fault.end > ended]
     begin = min(drains, default=began)
@@ -234,7 +231,8 @@ def _held(world: "World") -> dict[str, int]:
             held[budget._what] += budget._held + len(budget._holds) + len(budget._waiting)
         starts = service._starts
         held["starts"] += starts.waiting + len(starts.unsubmitted) + len(starts._lines)
-        held["refused"] += len(service._returns.refused)
+        returns = service._returns
+        held["refused"] += len(returns.refused) + sum(map(len, returns._due.values()))
         table, state = http._table, http.server_state
         held["connections"] += table._open + len(table._by_address) + len(table.idle)
         held["protocols"] += len(state.connections) + len(state.tasks)
@@ -293,26 +291,31 @@ def check_polite(world: "World") -> None:
 
 
 def check_waiting(world: "World", passed_s: float) -> None:
-    """Check that a refused request does not wait as told while there is room for it."""
+    """Check that a refused request does not wait as told while there is room for it.
+
+    There is room if it could wait behind those of its client that are to come back before it.
+    """
     queues, limits, now = world.server.schedulers(), world.server.waits, world.kernel.now
     crowds = [event for event in world.history.events if event.kind in CROWDS]  # they leave early
-    work_s = sum(world.server.costs.seconds(asked.lengths) for asked in world.waiting)
-    for asked in world.waiting if len(queues) == 1 and not crowds else ():
-        asked.work_s = max(work_s, asked.work_s)
+    before = Counter[str]()  # tokens by address
+    for asked in sorted(world.waiting, key=lambda one: (one.ended or now) + one.told_s):
         # The door takes spaces in a body for tokens, and bulk gets what others leave.
         was_slower = world.overlaps((asked.ended or now) - 20.0, now, "slow", "stop", *ENDS)
         is_other = KINDS[asked.kind].padding or asked.kind == "bulk"
-        if is_other or was_slower or "per minute" in asked.error:
+        if len(queues) != 1 or crowds or is_other or was_slower or "per minute" in asked.error:
             continue
         tokens, timeout_s = sum(asked.lengths), asked.limit_s or limits.timeout_s
         line, waiting = LineKey.of(tokens, asked.limit_s), queues[0]._queue.tokens
-        wait = queues[0].expected_wait(world.server.client(asked.address), line, tokens)
+        client, ahead = world.server.client(asked.address), before[asked.address]
+        wait = queues[0].expected_wait(client, line, tokens, ahead)
+        before[asked.address] += tokens
         most = world.settings.get("max_queue_tokens", math.inf)
-        if waiting and (wait.end_s > timeout_s / 2 or wait.ahead + tokens > most - waiting):
+        is_full = wait.ahead + ahead + tokens > most - waiting - ahead
+        if (waiting or ahead) and (wait.end_s > timeout_s / 2 or is_full):
             continue
         if limits.excess_s(wait, asked.limit_s, before=10**6) <= 0:
             asked.room_s += passed_s
-            if asked.room_s > min(ROOM_S + asked.work_s, 2 * ROOM_S):
+            if asked.room_s > ROOM_S:
                 world.fails(f"told to wait {asked.told_s:.1f} s although there is room: {asked}")
 
 

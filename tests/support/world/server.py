@@ -376,6 +376,11 @@ class Server:
             if process.is_alive and isinstance(model.queue, Scheduler)
         ]
 
+    @property
+    def is_dead(self) -> bool:
+        """Whether a process ends because its engine is dead; `check_exit` asks for the reason."""
+        return any(queue.dead_reason is not None for queue in self.schedulers())
+
     def serves(self, reference: str) -> bool:
         """Return whether a version is served."""
         return any(reference in one.snapshot.by_name for one, _ in self.services.values())

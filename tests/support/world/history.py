@@ -257,7 +257,6 @@ class World:
                 self.fails, dict(history.settings), self._keys(), history.has_adapters,
                 history.dimensions,
             )  # fmt: skip
-            promises.watch_turns(self)
             try:
                 self.kernel.spawn(self._direct)
                 self.kernel.run()
@@ -278,6 +277,7 @@ class World:
         while not self.server.is_ready:
             kernel.sleep(0.01)
         start = kernel.now
+        promises.watch_turns(self)
         watching = kernel.spawn(self._watch)
         clients = []
         for number, event in enumerate(history.events):
@@ -447,7 +447,9 @@ class World:
         kernel.sleep(seconds)
         is_alone = not self.overlaps(began, kernel.now, "slow", "stop", *promises.ENDS)
         changes = [f for f in self.faults if f.kind in ("bad version", "reload")]
-        is_alone &= sum(fault.end > began - 45.0 for fault in changes) == 1  # the last ones end late
+        is_alone &= (
+            sum(fault.end > began - 45.0 for fault in changes) == 1
+        )  # the last ones end late
         is_alone &= seconds > 1.0 and not self.history.front_ends  # which do not reload
         if is_alone and server.serves(reference) == adapters:
             self.fails(f"with a full disk, {reference} is {'' if adapters else 'not '}served")

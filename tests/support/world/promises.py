@@ -19,8 +19,11 @@ SLACK_S = 0.5
 DEAD_S = 80.0
 """Seconds until a broken engine has ended its process, at most: the first canary may take 60 s."""
 
-ROOM_S = 20.0
-"""Seconds in which a waiting client may have room: others whose work was expected may leave."""
+ROOM_S = 30.0
+"""Seconds in which a waiting client may have room, at most: half of its time, and 5 s.
+
+The time is that of the work before it while others share the rate, and these may leave.
+"""
 
 SILENT_S = 10.5
 """Seconds until a stopped process is replaced: 8 s of silence, looks, and a report's second."""
@@ -315,7 +318,7 @@ def check_waiting(world: "World", passed_s: float) -> None:
             continue
         if limits.excess_s(wait, asked.limit_s, before=10**6) <= 0:
             asked.room_s += passed_s
-            if asked.room_s > ROOM_S:
+            if asked.room_s > min(5.0 + asked.told_s / 2, ROOM_S):
                 world.fails(f"told to wait {asked.told_s:.1f} s although there is room: {asked}")
 
 
@@ -366,7 +369,12 @@ def watch_turns(world: "World") -> None:
         got, before = Counter[str](), ahead.get(queue, {})
         for queued in batch.encodings:
             got[queued.request.terms.client] += queued.tokens
-        lines = (line for (_, is_bulk), one in queue._clients.items() if not is_bulk for line in one.lines.values())
+        lines = (
+            line
+            for (_, is_bulk), one in queue._clients.items()
+            if not is_bulk
+            for line in one.lines.values()
+        )
         waiting = {line.client.name for line in lines if line.tokens}
         ahead[queue] = {name: before.get(name, Counter()) + got for name in waiting}
         for name, others in ahead[queue].items():

@@ -343,7 +343,7 @@ class Scheduler:
         outputs: list[HeadOutputs],
         seconds: float,
         *,
-        alone: bool,
+        alone: bool = False,
     ) -> None:
         """Store the outputs of a batch, and end the requests that have all their outputs."""
         complete, limits, now = [], self._limits, self._clock.monotonic()

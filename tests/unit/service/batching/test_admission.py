@@ -259,8 +259,8 @@ def test_clients_share_the_time_of_their_free_requests() -> None:
     assert full.wait("c", 1, None).clients == 3, "d has less than a quarter of 32"
     assert full.refusal(1, 30.0, "c") is None
     error = full.refused(1, 30.0, "a")
-    assert "of a client if they end within 5 s" in str(error)
-    assert error.retry_after_s == pytest.approx(3.3), "it would end after 8.3 s"
+    assert "of a client if they end within 6.67 s" in str(error)
+    assert error.retry_after_s == pytest.approx(8.3 - 15.0 / 2.25, rel=0.01)
 
 
 def test_bulk_requests_have_no_free_ones_since_others_may_take_their_rate() -> None:

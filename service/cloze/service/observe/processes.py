@@ -25,13 +25,12 @@ class ReservedValues(MmapedDict):
 
     def __init__(self, filename: str) -> None:
         self._path = Path(filename)
-        self._f = None  # until the file has its first bytes
+        self._f = None  # type: ignore[assignment]  # until the file has its first bytes
         self._positions: dict[str, int] = {}
 
     def read_value(self, key: str) -> tuple[float, float]:
         """Return a value and its time; zeros if there is no space for the value."""
-        value: tuple[float, float] = super().read_value(key) if self._holds(key) else (0.0, 0.0)  # type: ignore[no-untyped-call]
-        return value
+        return super().read_value(key) if self._holds(key) else (0.0, 0.0)  # type: ignore[no-any-return]
 
     def write_value(self, key: str, value: float, timestamp: float) -> None:
         """Write a value if there is space for it."""
@@ -45,7 +44,7 @@ class ReservedValues(MmapedDict):
         try:
             if self._f is None:
                 self._reserve(_LEAST_BYTES)
-                super().__init__(str(self._path))  # type: ignore[no-untyped-call]
+                super().__init__(str(self._path))
             size, needed = self._capacity, self._used + len(key.encode()) + 32
             while size < needed:
                 size *= 2
@@ -74,7 +73,7 @@ def write_as(name: str) -> None:
     A restarted process that has the name of its predecessor continues the predecessor's values, so
     that the number of files stays bounded. Call this function before `Metrics` is created.
     """
-    values.MmapedDict = ReservedValues
+    setattr(values, "MmapedDict", ReservedValues)  # noqa: B010 - not exported
     values.ValueClass = values.MultiProcessValue(lambda: name)  # type: ignore[no-untyped-call]
 
 

@@ -135,8 +135,12 @@ def _survives(world: "World", asked: "Asked") -> bool:
         sent = asked.sent or end
         has_arrived = sent < drains[0] - 0.2 or (begin + 1.5 < drains[0] and sent < drains[0] + 4.0)
         return has_arrived and end < drains[0] + 19.0 and not world.overlaps(begin, end, "stop")
-    kills = sum(fault.kind == "kill" for fault in faults)
-    return kills == 1 and all(f.who == "engine-0" and f.kind in ("kill", "down") for f in faults)
+    kills, ends = (sum(fault.kind == kind for fault in faults) for kind in ("kill", "down"))
+    return (
+        kills == 1
+        and ends <= 1
+        and all(f.who == "engine-0" and f.kind in ("kill", "down") for f in faults)
+    )
 
 
 def _may_loop(world: "World") -> bool:

@@ -30,7 +30,7 @@ class ReservedValues(MmapedDict):
 
     def read_value(self, key: str) -> tuple[float, float]:
         """Return a value and its time; zeros if there is no space for the value."""
-        return super().read_value(key) if self._holds(key) else (0.0, 0.0)  # type: ignore[no-any-return]
+        return super().read_value(key) if self._holds(key) else (0.0, 0.0)  # type: ignore[no-untyped-call]
 
     def write_value(self, key: str, value: float, timestamp: float) -> None:
         """Write a value if there is space for it."""

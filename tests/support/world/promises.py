@@ -360,7 +360,8 @@ def check_bulk(world: "World") -> None:
 def watch_turns(world: "World") -> None:
     """Check, at each batch, that no client gets more tokens than one that waits meanwhile.
 
-    The difference may be two batches and two texts. Requests whose time is short go before turns.
+    The difference may be two batches and two texts. Others may run short texts beside long ones.
+    Requests whose time is short go before turns.
     """
     take, most = FairQueue.take, 2 * 512 + 2 * _longest_words(world)
     ahead: dict[FairQueue, dict[str, Counter[str]]] = {}  # of each that waits: what others got
@@ -369,7 +370,7 @@ def watch_turns(world: "World") -> None:
         is_short = options["rate"] and queue.demand.slack_s(now, options["rate"]) < 0.05
         batch = take(queue, most_tokens, now, **options)
         if batch.is_bulk or is_short:
-            ahead[queue] = ahead.get(queue, {}) if batch.is_bulk else {}
+            ahead[queue] = {} if is_short else ahead.get(queue, {})
             return batch
         got, before = Counter[str](), ahead.get(queue, {})
         for queued in batch.encodings:
@@ -381,7 +382,8 @@ def watch_turns(world: "World") -> None:
             for line in one.lines.values()
         )
         waiting = {line.client.name for line in lines if line.tokens}
-        ahead[queue] = {name: before.get(name, Counter()) + got for name in waiting}
+        more = Counter[str]() if "longest" in options else got
+        ahead[queue] = {name: before.get(name, Counter()) + more for name in waiting}
         for name, others in ahead[queue].items():
             others.subtract(dict.fromkeys(others, got[name]))
             if others and max(others.values()) > most:

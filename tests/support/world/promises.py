@@ -360,10 +360,10 @@ def check_bulk(world: "World") -> None:
 def watch_turns(world: "World") -> None:
     """Check, at each batch, that no client gets more tokens than one that waits meanwhile.
 
-    The difference may be two batches and two texts. Others may run short texts beside long ones.
+    The difference may be three batches and two texts. Others may run short texts beside long ones.
     Requests whose time is short go before turns.
     """
-    take, most = FairQueue.take, 2 * 512 + 2 * _longest_words(world)
+    take, most = FairQueue.take, 3 * 512 + 2 * _longest_words(world)
     ahead: dict[FairQueue, dict[str, Counter[str]]] = {}  # of each that waits: what others got
 
     def taking(queue: FairQueue, most_tokens: int, now: float, **options: Any) -> Batch:

@@ -15,7 +15,12 @@ from tests.support.world.__main__ import describe
 from tests.support.world.history import Event, History, drawn, play, shortest
 from tests.support.world.past_faults import changed_sources, find, past_faults
 
-FAILED = {10: "a refused request was told to wait for a minute, and had room after 15 s"}
+FAILED = {
+    10: "a refused request was told to wait for a minute, and had room after 15 s",
+    967: "connections that had come back as told were due for ever, before all others",
+    1212: "a body waited for room at each of its parts, for 4 s in all",
+    1259: "front ends refused for 20 s what an idle engine process would have run",
+}
 """Seeds whose histories broke a promise, with what was wrong."""
 
 SEEDS = (*FAILED, *range(1001, 1121))

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.support.world import promises
 from tests.support.world.clients import CROWDS, KINDS, Asked, Client, key_name, probe
-from tests.support.world.kernel import START_S, Kernel, installed
+from tests.support.world.kernel import START_S, Kernel, Process, installed
 from tests.support.world.processes import Supervised, processes_installed
 from tests.support.world.server import Costs, Server
 
@@ -136,6 +136,10 @@ def drawn(seed: int) -> History:
         at, many = round(draw.uniform(0, seconds * 0.6), 1), draw.randint(2, 12)
         events.append(Event(at, "slow reader", round(draw.uniform(5, 20), 1), many))
         settings["max_answers_bytes"] = 2**18 * draw.choice((1, 2, 4))
+    draw = random.Random(f"queue {seed}")
+    if not are_loops and draw.random() < (0.3 if front_ends else 0.1):
+        settings["max_queue_tokens"] = 4000
+        events += [Event(round(draw.uniform(2.0, seconds * 0.7), 2), "kill_engine")] * front_ends
     return History(
         seed, tuple(sorted(events)), seconds, rate, turn_s, front_ends, keys, adapters, dimensions,
         tuple(settings.items()),
@@ -163,7 +167,7 @@ class World:
         last: the last request of each connection that asks.
         late: accepted requests with a stated limit that got 504 without a reason.
         faults: what was done to the server, and what its process did.
-        readiness: (time, status) of each probe of /readyz.
+        readiness: (begin, end, status) of each probe of /readyz.
     """
 
     def __init__(self, history: History) -> None:
@@ -177,7 +181,7 @@ class World:
         self.faults: list[Fault] = []
         self.last: dict[str, Asked] = {}
         self.late: list[Asked] = []
-        self.readiness: list[tuple[float, int]] = []
+        self.readiness: list[tuple[float, float, int]] = []
         self.settings = dict(history.settings)
         self._hash = hashlib.sha256()
         self.trace: list[str] = []
@@ -234,11 +238,15 @@ class World:
         return any(f.kind in kinds and f.begin <= end and f.end >= begin for f in self.faults)
 
     @cached_property
+    def longest_words(self) -> int:
+        """The most words of a text of a client."""
+        kinds = [KINDS[event.kind] for event in self.history.events if event.kind in KINDS]
+        return max((kind.words[1] for kind in kinds), default=0)
+
+    @cached_property
     def longest_run_s(self) -> float:
         """The longest time of a run, of the longest text of a client."""
-        kinds = [KINDS[event.kind] for event in self.history.events if event.kind in KINDS]
-        longest = max((kind.words[1] for kind in kinds), default=0)
-        return self.server.costs.seconds([longest])
+        return self.server.costs.seconds([self.longest_words])
 
     def _server_noted(self, what: str, name: str, value: Any) -> None:
         self.note(f"{name} {what} {value}")
@@ -285,6 +293,7 @@ class World:
         while not self.server.is_ready:
             kernel.sleep(0.01)
         start = kernel.now
+        promises.watch_turns(self)
         watching = kernel.spawn(self._watch)
         clients = []
         for number, event in enumerate(history.events):
@@ -321,8 +330,9 @@ class World:
         while self.is_watching:
             began = kernel.now
             status = int(probe(self, "/readyz").split()[1])
-            self.readiness.append((began, status))
-            promises.check_readiness(self, began, status)
+            for before in self.readiness[-1:]:
+                promises.check_readiness(self, *before)
+            self.readiness.append((began, kernel.now, status))
             promises.check_snapshots(self)
             promises.check_waiting(self, kernel.now - began + _WATCH_S)
             if len(self.readiness) % 4 == 0:
@@ -405,10 +415,17 @@ class World:
             self.fails(f"{ended} ended after all processes had been stopped")
 
     def _kill(self, _: float) -> None:
-        process = self.server.victim()
-        if process is not None:
-            self.begin_fault("kill", who=process.name)
-            self.kernel.kill(process)
+        if (process := self.server.victim()) is not None:
+            self._kill_process(process)
+
+    def _kill_engine(self, _: float) -> None:
+        """Kill the engine process; requests of its queue outlive it."""
+        if (process := self.server.engine_process()).is_alive:
+            self._kill_process(process)
+
+    def _kill_process(self, process: Process) -> None:
+        self.begin_fault("kill", who=process.name)
+        self.kernel.kill(process)
 
     def _reload(self, _: float) -> None:
         self.begin_fault("reload", 0.0)
@@ -424,19 +441,36 @@ class World:
         self.server.publish()
         self.end_faults("bad version")
 
-    def _full_disk(self, _: float) -> None:
-        """Reload while the files of a new version, and the keys, are cut off."""
-        self.begin_fault("bad version")
-        reference = self.server.publish()
-        name, _, version = reference.partition("@")
-        folder = self.server.store / "models" / name / version
-        (folder / "golden.json").write_text("")
-        self.server.keys_file.write_text("[key-0]\nsha256 =")
-        self.server.hang_up()
-        self.kernel.sleep(2.0)
-        self.server.write_keys()
-        self.server.publish()
-        self.end_faults("bad version")
+    def _full_disk(self, seconds: float) -> None:
+        """Cut off the files of a new version, and the keys; then only temporary files fail.
+
+        Then a good version is served, except with adapters, which need the disk.
+        """
+        kernel, server, adapters = self.kernel, self.server, self.history.has_adapters
+        began = kernel.now
+        self.begin_fault("bad version", who="disk")
+        server.disk.is_full = True
+        name, _, version = server.publish().partition("@")
+        (server.store / "models" / name / version / "golden.json").write_text("")
+        server.keys_file.write_text("[key-0]\nsha256 =")
+        server.hang_up()
+        kernel.sleep(2.0)
+        server.write_keys()
+        reference = server.publish()
+        if not adapters:
+            self.end_faults("bad version", who="disk")
+        server.hang_up()
+        kernel.sleep(seconds)
+        is_alone = not self.overlaps(began, kernel.now, "slow", "stop", *promises.ENDS)
+        changes = [f for f in self.faults if f.kind in ("bad version", "reload")]
+        is_alone &= (
+            sum(fault.end > began - 45.0 for fault in changes) == 1
+        )  # the last ones end late
+        is_alone &= seconds > 1.0 and not self.history.front_ends  # which do not reload
+        if is_alone and server.serves(reference) == adapters:
+            self.fails(f"with a full disk, {reference} is {'' if adapters else 'not '}served")
+        server.disk.is_full = False
+        self.end_faults("bad version", who="disk")
 
     def _clock_jump(self, seconds: float) -> None:
         self.note("the wall clock jumps")

@@ -30,6 +30,7 @@ from cloze.service.tasks import TASKS
 from tests.support import task_model
 from tests.support.sources import ROOT
 from tests.support.world import adapters
+from tests.support.world.disk import Disk
 from tests.support.world.kernel import Kernel, Process
 from tests.support.world.network import Listener, Loop
 
@@ -158,6 +159,7 @@ class Engine:
     def __init__(self, server: "Server", bundle: Bundle) -> None:
         self._server, self.version = server, bundle.manifest.version
         self._kernel, self._costs = server.kernel, server.costs
+        self._has_lone_session = server.disk.has_lone_session(bundle)
         self._has_run = self._has_probed = False
         self.adapters = adapters.loaded(self._kernel) if server.has_adapters else None
 
@@ -178,7 +180,7 @@ class Engine:
     ) -> list[HeadOutputs]:
         kernel, costs, random = self._kernel, self._costs, self._kernel.random
         lengths = [len(encoding.input_ids) for encoding in batch]
-        seconds, ratios = costs.run(lengths, alone=alone)
+        seconds, ratios = costs.run(lengths, alone=alone and self._has_lone_session)
         self._hang(seconds, ratios, known=self._has_run)
         self._has_run = True
         kernel.sleep(seconds * costs.slowness * random.choice(ratios))
@@ -262,6 +264,7 @@ class Server:
     def __post_init__(self) -> None:
         shared = Path("/dev/shm")
         self.store = Path(mkdtemp(prefix="world-", dir=shared if shared.is_dir() else None))
+        self.disk = Disk(self.kernel, self.store, has_adapters=self.has_adapters)
         self.publish()
         self.write_keys()
         if self.has_adapters:
@@ -379,6 +382,15 @@ class Server:
             for model in service.snapshot.by_name.values()
             if process.is_alive and isinstance(model.queue, Scheduler)
         ]
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether a process ends because its engine is dead; `check_exit` asks for the reason."""
+        return any(queue.dead_reason is not None for queue in self.schedulers())
+
+    def serves(self, reference: str) -> bool:
+        """Return whether a version is served."""
+        return any(reference in one.snapshot.by_name for one, _ in self.services.values())
 
     def ran(self, tokens: int, bulk: int) -> None:
         """Record a run."""

@@ -67,8 +67,8 @@ class WaitLimits:
         longest_s: longest wait of a request that states no time limit; 0: no limit.
         timeout_s: the request timeout, of a request that states no time limit.
         free_requests: requests of a client, over all models of the process, that may wait for
-            longer, if they are expected to end within the client's share of half of the request
-            timeout: of 15 s, one client has all, and each of four has 3.75 s.
+            longer, if they are expected to end within half of the request timeout. One or two
+            clients have all of its 15 s, each of three has 6.7 s, and each of four 3.75 s.
     """
 
     longest_s: float = 0.0
@@ -109,7 +109,8 @@ class WaitLimits:
         if is_bulk or not self.free_requests:
             return too_long_s
         too_many = wait.requests + 1 + _reserved(before, self.free_requests) - self.free_requests
-        too_late_s = end_s - _SHARE_OF_TIME * self.timeout_s / wait.clients
+        most_s = self._longest_free_s(wait.clients)
+        too_late_s = end_s + _reserved(before_s, most_s) - most_s
         return min(too_long_s, max(too_many * wait.per_request_s, too_late_s))
 
     def describe_excess(self, wait: ExpectedWait, stated_s: float | None) -> str:
@@ -125,9 +126,13 @@ class WaitLimits:
         if self.free_requests:
             about += (
                 f", and more for the first {self.free_requests} requests of a client if they end "
-                f"within {_SHARE_OF_TIME * self.timeout_s / wait.clients:.3g} s"
+                f"within {self._longest_free_s(wait.clients):.3g} s"
             )
         return about
+
+    def _longest_free_s(self, clients: int) -> float:
+        """Return within how many seconds the free requests of each of so many clients must end."""
+        return _SHARE_OF_TIME * self.timeout_s * min(1.0, (2 / clients) ** 2)
 
 
 def _reserved(before: float, limit: float) -> float:
@@ -231,11 +236,14 @@ class Admission:
         self.tokens_per_s = 0.0
         self._batches = 0
 
-    def batch_ended(self, now: float, tokens: int, seconds: float, *, is_bulk: bool) -> None:
-        """Measure the rates with a batch that ends now."""
+    def batch_ended(
+        self, now: float, tokens: int, seconds: float, *, is_bulk: bool, alone: bool = False
+    ) -> None:
+        """Measure the rates with a batch that ends now; one that ran alone had the cores of all."""
         self._batches += 1
         weight = max(0.1, 1 / self._batches)  # a mean of the first ten, then a moving average
-        self.tokens_per_s += weight * (tokens / max(seconds, 1e-9) - self.tokens_per_s)
+        per_s = tokens / max(seconds, 1e-9) / (self._limits.workers if alone else 1)
+        self.tokens_per_s += weight * (per_s - self.tokens_per_s)
         queue = self._queue
         self._drain_rate.count(now, tokens, waiting=queue.tokens > 0, busy=self._activity.busy)
         self._bulk_rate.count(now, tokens * is_bulk, waiting=queue.bulk_tokens > 0)

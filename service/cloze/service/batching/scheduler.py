@@ -316,7 +316,7 @@ class Scheduler:
         traces = {trace for queued in batch if (trace := queued.request.terms.trace)}
         self._on_batch(BatchReport(len(batch), tokens, seconds, fill, tuple(traces)))
         # Last, because the event loop wakes up and then waits for this thread to be idle.
-        self._deliver(batch, outputs, seconds)
+        self._deliver(batch, outputs, seconds, alone=alone and not self._engine.supports_varlen)
 
     def _fail(self, queued: QueuedEncoding, error: Exception) -> None:
         """End the request of an encoding on which the engine raised, and check the engine.
@@ -338,7 +338,12 @@ class Scheduler:
             self._die(f"after an error it could not repeat its golden outputs ({name})")
 
     def _deliver(
-        self, batch: list[QueuedEncoding], outputs: list[HeadOutputs], seconds: float
+        self,
+        batch: list[QueuedEncoding],
+        outputs: list[HeadOutputs],
+        seconds: float,
+        *,
+        alone: bool = False,
     ) -> None:
         """Store the outputs of a batch, and end the requests that have all their outputs."""
         complete, limits, now = [], self._limits, self._clock.monotonic()
@@ -346,7 +351,7 @@ class Scheduler:
             tokens = sum([queued.tokens for queued in batch])
             is_bulk = batch[0].request.terms.is_bulk
             self._last_run = now
-            self._admission.batch_ended(now, tokens, seconds, is_bulk=is_bulk)
+            self._admission.batch_ended(now, tokens, seconds, is_bulk=is_bulk, alone=alone)
             if limits.batch_latency_s:
                 within_latency = int(self._admission.tokens_per_s * limits.batch_latency_s)
                 least = max(128, within_latency)  # smaller batches cost throughput

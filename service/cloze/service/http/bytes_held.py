@@ -12,10 +12,11 @@ SMALL_BYTES = 65_536
 
 @dataclass(slots=True, eq=False)
 class Hold:
-    """What one body or one answer of a client holds of a `ByteBudget`."""
+    """What one body or one answer of a client holds of a `ByteBudget`, and how long it waited."""
 
     client: str
     size: int = 0
+    waited_s: float = 0.0
 
 
 class ByteBudget:
@@ -29,7 +30,7 @@ class ByteBudget:
 
     Args:
         what: what holds the bytes, in the plural, for errors.
-        longest_wait_s: longest wait for room; 0: as long as the request may take.
+        longest_wait_s: longest wait of a hold for room, in all; 0: as long as the request may take.
     """
 
     def __init__(self, what: str, most: int, longest_wait_s: float = 0.0) -> None:
@@ -50,19 +51,23 @@ class ByteBudget:
         """
         if size <= hold.size:
             return
-        more, granted = size - hold.size, asyncio.get_running_loop().create_future()
+        loop, more = asyncio.get_running_loop(), size - hold.size
+        granted, began = loop.create_future(), loop.time()
         self._holds.setdefault(hold)
         self._waiting[hold] = more, granted
         self._wake()
         if granted.done():
             return
+        if self._longest_wait_s:  # of a body in all, which may wait for each of its parts
+            left_s = min(self._longest_wait_s - hold.waited_s, left_s)
         try:
-            async with asyncio.timeout(min(self._longest_wait_s or left_s, left_s)):
+            async with asyncio.timeout(left_s):
                 await granted
         except TimeoutError:
             raise self._refusal(hold.client, more) from None
         finally:
             self._waiting.pop(hold, None)
+            hold.waited_s += loop.time() - began
 
     def shrink(self, hold: Hold, size: int) -> None:
         """Release what a hold has above ``size`` bytes."""

@@ -62,6 +62,7 @@ class EngineLink(frames.Channel):
     """
 
     _MAX_WAITS = 4096  # lines whose expected wait is kept
+    _WAIT_HOLDS_S = 1.0  # then the engine process decides again, since its queue may be empty
     _MAX_KEPT_TOKENS = 262_144  # most tokens of requests that wait for the next engine process
 
     def __init__(
@@ -121,9 +122,10 @@ class EngineLink(frames.Channel):
         return self.dead_reason is not None and bool(self.precisions)
 
     def expected_wait(self, model: int, client: str, line: LineKey) -> ExpectedWait:
-        """Return the wait that the engine process last reported, less the time since then."""
+        """Return the wait that the engine process reported just now, less the time since then."""
         wait, reported = self._waits.get((model, client, line), (NO_WAIT, 0.0))
-        passed_s = self._clock.monotonic() - reported
+        if (passed_s := self._clock.monotonic() - reported) > self._WAIT_HOLDS_S:
+            return NO_WAIT
         return wait._replace(seconds=max(0.0, wait.seconds - passed_s))
 
     def shut_down(self) -> None:

@@ -63,6 +63,10 @@ def test_those_that_are_due_go_before_others_until_their_time() -> None:
     assert before(Open(), LINE._replace(client="b"), 101.0) == 0
     made.admit(second, 102.2)
     assert before(Open(), LINE, 102.2) == 0
+    made.refuse(first, 110.0)
+    made.refuse(second, 110.0, 0.1)
+    made.admit(second, 110.6)
+    assert before(Open(), LINE, 110.6) == 1, "the second one was told an earlier time"
 
 
 def test_a_time_is_given_back_by_who_is_admitted_early_or_leaves() -> None:

@@ -171,8 +171,8 @@ async def test_the_expected_wait_is_the_shortest_of_the_running_engines() -> Non
     assert engines.wait("b") == NO_WAIT
     assert engines.wait(timeout_s=2.5) == NO_WAIT, "another line"
     assert engines.wait(tokens=5000) == NO_WAIT
-    clock.now += 2.0
-    assert engines.wait().seconds == 1.0
+    clock.now += 0.5
+    assert engines.wait().seconds == 2.5
     clock.now += 2.0
     assert engines.wait().seconds == 0.0
 

@@ -16,6 +16,7 @@ from prometheus_client.mmap_dict import MmapedDict
 from cloze.service.observe.processes import ReservedValues
 from tests.support.command import call
 from tests.support.serving import children, running_server
+from tests.support.virtual_time import VirtualClock
 from tests.support.waiting import wait_until
 
 IN_A_SMALL_DISK = (
@@ -77,21 +78,23 @@ def space(most: int) -> Iterator[None]:
 
 
 def test_values_wait_for_space(tmp_path: Path) -> None:
-    path = tmp_path / "counter_one.db"
-    values = ReservedValues(str(path))
+    path, clock = tmp_path / "counter_one.db", VirtualClock()
     with space(1000):
+        values = ReservedValues(str(path), clock)
         assert values.read_value("key") == (0.0, 0.0)
         values.write_value("key", 1.0, 2.0)
-    assert not path.exists(), "a scrape cannot read it"
+        assert values.read_value("key") == (1.0, 2.0)
+    assert not list(tmp_path.iterdir()), "a scrape cannot read it"
     keys = [f"{'long' * 30} {number}" for number in range(500)]
+    clock.sleep(1.0)
     with space(65_536):
         for key in keys:
-            values.write_value(key, 1.0, 2.0)
+            values.write_value(key, 3.0, 4.0)
     held = dict(_read(path))
     assert 100 < len(held) < 500
-    for key in keys:
-        values.write_value(key, 3.0, 4.0)
-    assert dict(_read(path)) == dict.fromkeys(keys, 3.0)
+    clock.sleep(1.0)
+    values.write_value("key", 5.0, 6.0)
+    assert dict(_read(path)) == dict.fromkeys(keys, 3.0) | {"key": 5.0}
     assert path.stat().st_size == 131_072
     values.close()  # type: ignore[no-untyped-call]
     following = ReservedValues(str(path))

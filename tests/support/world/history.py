@@ -338,6 +338,8 @@ class World:
             if len(self.readiness) % 4 == 0:
                 promises.check_running(self)
             kernel.sleep(_WATCH_S)
+        for last in self.readiness[-1:]:
+            promises.check_readiness(self, *last)
 
     # The faults.
 

@@ -123,10 +123,10 @@ class WaitLimits:
             )
         about = f"the request would wait about {math.ceil(wait.seconds * 10) / 10:g} s; "
         about += f"CLOZE_MAX_QUEUE_WAIT_MS allows {self.longest_s:g} s"
-        if self.free_requests:
+        if self.free_requests and (free_s := self._longest_free_s(wait.clients)) > self.longest_s:
             about += (
                 f", and more for the first {self.free_requests} requests of a client if they end "
-                f"within {self._longest_free_s(wait.clients):.3g} s"
+                f"within {free_s:.3g} s"
             )
         return about
 
@@ -233,17 +233,29 @@ class Admission:
         self._queue, self._activity, self._limits = queue, activity, limits
         self._drain_rate = DrainRate(_MIN_BATCHES if limits.workers > 1 else 1)
         self._bulk_rate = DrainRate()  # what others leave
-        self.tokens_per_s = 0.0
-        self._batches = 0
+        self.tokens_per_s = self._lone_per_s = 0.0
+        self._batches = self._lone_batches = 0
 
     def batch_ended(
         self, now: float, tokens: int, seconds: float, *, is_bulk: bool, alone: bool = False
     ) -> None:
-        """Measure the rates with a batch that ends now; one that ran alone had the cores of all."""
-        self._batches += 1
-        weight = max(0.1, 1 / self._batches)  # a mean of the first ten, then a moving average
-        per_s = tokens / max(seconds, 1e-9) / (self._limits.workers if alone else 1)
-        self.tokens_per_s += weight * (per_s - self.tokens_per_s)
+        """Measure the rates with a batch that ends now.
+
+        A batch that ran alone may have had the cores of all workers. So it counts as it is only
+        until another one was measured, and then by its difference from earlier ones of its kind.
+        """
+        per_s, before = tokens / max(seconds, 1e-9), self._lone_per_s
+        # Both are means of the first ten, then moving averages.
+        if not alone:
+            self._batches += 1
+            self.tokens_per_s += max(0.1, 1 / self._batches) * (per_s - self.tokens_per_s)
+        else:
+            self._lone_batches += 1
+            self._lone_per_s += max(0.1, 1 / self._lone_batches) * (per_s - before)
+            is_first = not (self._batches and before)
+            self.tokens_per_s *= 1.0 if is_first else self._lone_per_s / before
+        if not self._batches:
+            self.tokens_per_s = self._lone_per_s
         queue = self._queue
         self._drain_rate.count(now, tokens, waiting=queue.tokens > 0, busy=self._activity.busy)
         self._bulk_rate.count(now, tokens * is_bulk, waiting=queue.bulk_tokens > 0)

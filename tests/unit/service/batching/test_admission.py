@@ -115,8 +115,9 @@ def test_the_rate_is_a_mean_of_batches_times_the_workers() -> None:
     assert full.admission.tokens_per_s == pytest.approx(160)
     assert full.admission.rate == pytest.approx(480)
     lone = Full(workers=3)
-    lone.admission.batch_ended(NOW, 12, 0.1, is_bulk=False, alone=True)
-    assert lone.admission.rate == pytest.approx(120), "a lone batch has the cores of all workers"
+    for per_s, alone, rate in ((120, True, 360), (50, False, 150), (60, True, 150 * 90 / 120)):
+        lone.admission.batch_ended(NOW, per_s, 1.0, is_bulk=False, alone=alone)
+        assert lone.admission.rate == pytest.approx(rate), "a lone batch may have more cores"
 
 
 def test_a_queue_that_drains_slowly_has_that_rate() -> None:

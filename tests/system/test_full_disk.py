@@ -96,12 +96,12 @@ def test_values_wait_for_space(tmp_path: Path) -> None:
     values.write_value("key", 5.0, 6.0)
     assert dict(_read(path)) == dict.fromkeys(keys, 3.0) | {"key": 5.0}
     assert path.stat().st_size == 131_072
-    values.close()  # type: ignore[no-untyped-call]
+    values.close()
     following = ReservedValues(str(path))
     assert following.read_value(keys[0]) == (3.0, 4.0), "the next process goes on"
-    following.close()  # type: ignore[no-untyped-call]
+    following.close()
 
 
 def _read(path: Path) -> Iterator[tuple[str, float]]:
-    for key, value, *_ in MmapedDict.read_all_values_from_file(str(path)):  # type: ignore[no-untyped-call]
+    for key, value, *_ in MmapedDict.read_all_values_from_file(str(path)):
         yield key.strip(), value

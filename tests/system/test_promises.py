@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import onnxruntime
 import openai
 import psutil
 import pytest
@@ -77,6 +78,17 @@ def test_1_a_hung_run_costs_only_its_own_request(tiny_store: Path) -> None:
         assert error_of(hung.result()) == (504, "timeout")
         assert {response.status_code for response in responses} == {200}
         assert httpx.get(f"{server.url}/healthz").status_code == 200
+
+
+def test_1_a_request_may_state_its_time_limit(tiny_store: Path) -> None:
+    with one_process(tiny_store) as server:
+        started = time.monotonic()
+        headers = {"x-request-timeout-ms": "300"}
+        answer = httpx.post(f"{server.url}/embed", json={"inputs": "river"}, headers=headers)
+        assert error_of(answer) == (504, "timeout")
+        assert 0.25 < time.monotonic() - started < 2.5
+        wait_for_run(server, "river")
+        assert embed(server, "walk").status_code == 200
 
 
 def test_1_a_full_queue_is_each_clients_own_error(tiny_store: Path) -> None:
@@ -369,6 +381,15 @@ def test_4_nobody_outlives_the_supervisor(tiny_store: Path) -> None:
         server.stop(signal.SIGKILL)
         files = [Path(f"/proc/{pid}/cmdline") for pid in family]
         wait_until(lambda: not any(file.exists() and file.read_bytes() for file in files))
+
+
+def test_5_the_server_starts_on_what_was_asked_for_or_not_at_all(tiny_store: Path) -> None:
+    if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
+        pytest.skip("this onnxruntime can use CUDA")
+    done = cloze("serve", "--port", "0", "--model-store", str(tiny_store), "--device", "cuda")
+    assert done.returncode == 2
+    asked = "cloze: device cuda was asked for, but this onnxruntime has only"
+    assert re.fullmatch(rf"{asked} .*\n", done.stderr), done.stderr
 
 
 def test_6_a_flipped_byte_stops_the_start(tiny_store: Path, tmp_path: Path) -> None:

@@ -465,9 +465,7 @@ class World:
         kernel.sleep(seconds)
         is_alone = not self.overlaps(began, kernel.now, "slow", "stop", *promises.ENDS)
         changes = [f for f in self.faults if f.kind in ("bad version", "reload")]
-        is_alone &= (
-            sum(fault.end > began - 45.0 for fault in changes) == 1
-        )  # the last ones end late
+        is_alone &= sum(fault.end > began - 45.0 for fault in changes) == 1  # others end late
         is_alone &= seconds > 1.0 and not self.history.front_ends  # which do not reload
         if is_alone and server.serves(reference) == adapters:
             self.fails(f"with a full disk, {reference} is {'' if adapters else 'not '}served")

@@ -36,7 +36,8 @@ def check_answer(world: "World", asked: "Asked") -> None:
     """Check one outcome: the status is allowed, and it comes in time."""
     assert asked.ended is not None
     begin, end = asked.began, asked.ended
-    ends = world.server.is_dead or world.overlaps(begin - SLACK_S, end, *ENDS)
+    is_dead = world.server.is_dead and not world.history.front_ends
+    ends = is_dead or world.overlaps(begin - SLACK_S, end, *ENDS)
     survives = ends and _survives(world, asked)
     if survives:
         ends = False
@@ -298,7 +299,7 @@ def check_waiting(world: "World", passed_s: float) -> None:
     """
     queues, limits, now = world.server.schedulers(), world.server.waits, world.kernel.now
     crowds = [event for event in world.history.events if event.kind in CROWDS]  # they leave early
-    before = Counter[str]()  # tokens by address
+    before = Counter[tuple[str, LineKey]]()  # tokens by address and line
     for asked in sorted(world.waiting, key=lambda one: (one.ended or now) + one.told_s):
         # The door takes spaces in a body for tokens, and bulk gets what others leave.
         was_slower = world.overlaps((asked.ended or now) - 20.0, now, "slow", "stop", *ENDS)
@@ -307,9 +308,9 @@ def check_waiting(world: "World", passed_s: float) -> None:
             continue
         tokens, timeout_s = sum(asked.lengths), asked.limit_s or limits.timeout_s
         line, waiting = LineKey.of(tokens, asked.limit_s), queues[0]._queue.tokens
-        client, ahead = world.server.client(asked.address), before[asked.address]
+        client, ahead = world.server.client(asked.address), before[asked.address, line]
         wait = queues[0].expected_wait(client, line, tokens, ahead)
-        before[asked.address] += tokens
+        before[asked.address, line] += tokens
         most = world.settings.get("max_queue_tokens", math.inf)
         is_full = wait.ahead + ahead + tokens > most - waiting - ahead
         if (waiting or ahead) and (wait.end_s > timeout_s / 2 or is_full):

@@ -539,7 +539,9 @@ class FairQueue:
         waiting = sum([len(line.groups[key]) for line in sharing])
         batch = Batch(max_tokens, waiting if self._varlen else -(-waiting // takers), is_bulk)
         client, turn, line_turn = first.client, first.client.turn, first.turn
-        clients = len({line.client.name for line in oldest})
+        # All that wait count: else short texts beside long ones move the virtual time past others.
+        own = [each for (_, of_bulk), each in self._clients.items() if of_bulk == is_bulk]
+        clients = sum([any(line.tokens for line in each.lines.values()) for each in own])
         client_lines = sum([line.tokens > 0 for line in client.lines.values()])
         for line in sharing:
             self._move(line, key, batch, now, rate)

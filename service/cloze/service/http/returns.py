@@ -30,6 +30,7 @@ class RefusedLine(NamedTuple):
     client: str
     patience: int  # see `LineKey`
     is_bulk: bool
+    have_waited: bool = False  # they came back as told, and go before the others
 
 
 @dataclass(slots=True, eq=False)
@@ -69,13 +70,15 @@ class Returns:
 
     def before(self, connection: Connection | None, line: RefusedLine, now: float) -> int:
         """Return how many refused requests go before one: none if it comes back as told."""
-        due = self._due.get(line, {})
-        while due and (first := next(iter(due))).at <= now:
-            del due[first]
+        count = 0
+        for due in [self._due.get(one, {}) for one in (line, line._replace(have_waited=True))]:
+            while due and (first := next(iter(due))).at <= now:
+                del due[first]
+            count += len(due)
         refused = self.refused.get(connection)
-        if refused is not None and refused.line == line and refused.over is None:
-            return 0 if now >= refused.at - _EARLY_S else len(due)
-        return len(due)
+        if refused is None or refused.over is not None or now < refused.at - _EARLY_S:
+            return count
+        return 0 if refused.line._replace(have_waited=False) == line else count
 
     def refuse(
         self, request: ServedRequest, line: RefusedLine, now: float, room_s: float, each_s: float
@@ -93,13 +96,15 @@ class Returns:
         if before is not None and before.over not in (None, request.arrived):
             before = None
         is_exact = line.reason is Rejection.KEY_LIMIT  # a time that may be long
-        early, hold_s = 0, 0.0
+        early, hold_s, ahead = 0, 0.0, line._replace(have_waited=True)
         if before is not None:
-            early = before.early // 2
+            early, is_same = before.early // 2, before.line._replace(have_waited=False) == line
+            if is_same and now >= before.at - _EARLY_S:
+                line = ahead
             if before.line.client == line.client and now < before.at - _EARLY_S:
                 hold_s = min(0.25 * 2**before.early, 1.0)
                 early = min(before.early + 1, 16)
-                if before.line == line and before.over is None:
+                if is_same and before.over is None:
                     before.early = early
                     after_s = max(before.at - now, room_s)
                     return after_s if is_exact else min(after_s, _LONGEST_S), hold_s
@@ -108,10 +113,14 @@ class Returns:
             self._last.clear()
             self._due.clear()
         last, each_s = self._last.get(line, 0.0), each_s * self._processes
+        others = len(self._due.get(line, ()))
+        if line is not ahead:
+            last = max(last, self._last.get(ahead, 0.0))
+            others += len(self._due.get(ahead, ()))
         at = now + max(room_s, 0.05)
         if not is_exact:
             if last > now:  # room may come sooner than when the others were told their times
-                at = max(at, min(last + each_s, at + each_s * len(self._due.get(line, ()))))
+                at = max(at, min(last + each_s, at + each_s * others))
             at = min(at, now + _LONGEST_S)
         moved_s = max(0.0, at - max(last, now))
         self._last[line] = max(last, at)

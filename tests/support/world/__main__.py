@@ -28,17 +28,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(world.history, *world.trace, *world.failures, sep="\n")
         return bool(world.failures)
     first, _, last = options.seeds.rpartition("-")
-    failed, played, simulated_s, began = [], 0, 0.0, time.process_time()
+    failed, played, simulated_s, took_s, began = [], 0, 0.0, 0.0, time.process_time()
     seeds = range(int(first or 1), int(last) + 1)
     for world in worlds(seeds):
         seed = world.history.seed
         played, simulated_s = played + 1, simulated_s + world.lasted_s
+        took_s = time.process_time() - began
         if world.failures:
             failed.append(seed)
             print(f"{describe(world.history)}\n", flush=True)
             if options.stop_at_first:
                 break
-    took_s = time.process_time() - began
     print(
         f"{played} histories of {simulated_s:.0f} s in {took_s:.0f} s of processor time, "
         f"{simulated_s / took_s:.0f} times as fast as the clock; failed: {failed or 'none'}"

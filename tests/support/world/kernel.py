@@ -25,6 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from anyio._backends import _asyncio
 from greenlet import GreenletExit, greenlet
 
 from cloze.service import clock, service, threads
@@ -177,17 +178,22 @@ class Kernel:
             self._switch()
 
     def _switch(self) -> None:
-        if (loop := asyncio._get_running_loop()) is None:
-            self.hub.switch()
-            return
-        asyncio._set_running_loop(None)
-        self.hub.switch()
-        asyncio._set_running_loop(loop)
+        """Let the next thread run; only the hub begins threads, so that stacks are short."""
+        if (loop := asyncio._get_running_loop()) is not None:
+            asyncio._set_running_loop(None)
+        thread = self._next()
+        if thread is None or not thread.greenlet:
+            self.hub.switch(thread)
+        elif thread is not self.current:
+            self.current = thread
+            thread.greenlet.switch()
+        if loop is not None:
+            asyncio._set_running_loop(loop)
 
-    def run(self, most_switches: int = 5_000_000) -> None:
-        """Run threads until the history has ended, or until nothing is left to happen."""
+    def _next(self) -> Thread | None:
+        """Return the thread that runs next, after what happens before; None at the end."""
         ready, timers, choose = self.ready, self._timers, self.random.random
-        while not self.has_ended and self.switches < most_switches:
+        while not self.has_ended and self.switches < 5_000_000:
             if ready:
                 thread = ready.pop(int(choose() * len(ready))) if len(ready) > 1 else ready.pop()
             elif timers:
@@ -201,14 +207,21 @@ class Kernel:
                 thread = waiting
                 thread.is_parked = False
             else:
-                return
+                return None
             if thread.process.stops:
                 thread.process.held.append(thread)
             elif thread.process.is_alive:
                 self.switches += 1
-                self.current = thread
-                thread.greenlet.switch()
-                self.current = self.outside
+                return thread
+        return None
+
+    def run(self) -> None:
+        """Run threads until the history has ended, or until nothing is left to happen."""
+        thread = self._next()
+        while thread is not None:
+            self.current = thread
+            thread = thread.greenlet.switch() or self._next()
+        self.current = self.outside
 
     def stop(self, process: Process) -> None:
         process.stops += 1
@@ -236,7 +249,7 @@ class Kernel:
 
     def close(self) -> None:
         """Unwind the threads that are left; nothing that they do has an effect."""
-        self.is_reaping = True
+        self.is_reaping = self.has_ended = True
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # coroutines that never began
             for process in self.processes:
@@ -248,6 +261,9 @@ class Kernel:
                 if process.loop is not None:
                     process.loop.discard()
         self.current = self.outside
+        # Else these would keep all that a loop refers to.
+        _asyncio._task_states.clear()
+        sys.set_asyncgen_hooks(None, None)
 
 
 class Lock:

@@ -84,16 +84,23 @@ class Loop(asyncio.BaseEventLoop):
             ready.append(handle)
         for _ in range(len(ready)):
             if not (handle := ready.popleft())._cancelled:
-                handle._run()
+                try:
+                    handle._context.run(handle._callback, *handle._args)
+                except Exception as error:
+                    self.call_exception_handler({"message": str(handle), "exception": error})
 
-    def _write_to_self(self) -> None:
-        if self._is_polling:
-            self.kernel.wake(self.thread)
+    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
+        self._ready.append(handle := asyncio.Handle(callback, args, self, context))
+        return handle
 
-    def call_soon_threadsafe(self, *args: Any, **kwargs: Any) -> asyncio.Handle:
+    def call_soon_threadsafe(
+        self, callback: Any, *args: Any, context: Any = None
+    ) -> asyncio.Handle:
         if self.kernel.is_reaping:
             raise RuntimeError("the process has ended")
-        return super().call_soon_threadsafe(*args, **kwargs)
+        if self._is_polling:
+            self.kernel.wake(self.thread)
+        return self.call_soon(callback, *args, context=context)
 
     def _unhandled(self, _: Any, context: dict[str, Any]) -> None:
         if self.process.is_alive:

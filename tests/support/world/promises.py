@@ -36,14 +36,16 @@ def check_answer(world: "World", asked: "Asked") -> None:
     """Check one outcome: the status is allowed, and it comes in time."""
     assert asked.ended is not None
     begin, end = asked.began, asked.ended
+    limit_s = asked.limit_s or world.settings.get("request_timeout_ms", 30_000) / 1000
+    took_s = end - (asked.sent or begin) - asked.read_s
+    if asked.status == 200 and not asked.lost and took_s <= limit_s + SLACK_S:
+        return
     is_dead = world.server.is_dead and not world.history.front_ends
     ends = is_dead or world.overlaps(begin - SLACK_S, end, *ENDS)
     survives = ends and _survives(world, asked)
     if survives:
         ends = False
     late = world.overlaps(begin, end, "stop", "slow", *ENDS)
-    limit_s = asked.limit_s or world.settings.get("request_timeout_ms", 30_000) / 1000
-    took_s = end - (asked.sent or begin) - asked.read_s
     status, kind = asked.status, asked.kind
     is_crowded = "max_connections" in world.settings
     allowed = {200}
@@ -93,6 +95,8 @@ def check_answer(world: "World", asked: "Asked") -> None:
             world.fails(f"a refusal took {took_s:.2f} s: {asked}")
         if survives and any(fault.begin > begin + most_s for fault in world.faults_of("kill")):
             world.fails(f"it was admitted, and is refused after {took_s:.2f} s: {asked}")
+        if asked.told_s <= 10.0:
+            return
         was_slower = world.overlaps(begin - 20.0, end, "slow", "stop", *ENDS)
         if not was_slower and "per minute" not in asked.error:
             _check_told(world, asked)

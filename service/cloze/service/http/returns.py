@@ -49,6 +49,7 @@ class Returns:
 
     Nothing is kept for a request that does not come back: a time passes, and a connection that
     closes or is admitted gives its time back. Each connection has one time, however often it asks.
+    Connections that come back as told and are refused again go before all others.
 
     For example, a line works off 40 requests per second and has room in 0.1 s. The first connection
     that is refused is told 0.1 s, the next ones 0.125 s and 0.15 s.

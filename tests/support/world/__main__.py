@@ -1,6 +1,6 @@
 """Plays the histories of many seeds, and prints the shortest history of each that fails.
 
-Usage: python -m tests.support.world [--seeds 1-200] [--stop-at-first] [--trace SEED]
+Usage: python -m tests.support.world [--seeds 1-200] [--trace SEED]
 """
 
 import argparse
@@ -19,7 +19,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Return 1 if a promise was broken in a history."""
     parser = argparse.ArgumentParser(prog="python -m tests.support.world")
     parser.add_argument("--seeds", default="1-200", help="FROM-TO, or a number: from 1 on")
-    parser.add_argument("--stop-at-first", action="store_true", help="end at the first failure")
     parser.add_argument("--trace", type=int, metavar="SEED", help="print what happens in a history")
     options = parser.parse_args(arguments)
     logging.disable(logging.CRITICAL)
@@ -37,8 +36,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if world.failures:
             failed.append(seed)
             print(f"{describe(world.history)}\n", flush=True)
-            if options.stop_at_first:
-                break
     print(
         f"{played} histories of {simulated_s:.0f} s in {took_s:.0f} s of processor time, "
         f"{simulated_s / took_s:.0f} times as fast as the clock; failed: {failed or 'none'}"

@@ -71,7 +71,7 @@ class Thread:
         self.name, self._target, self._args = name, target, args
         self.process = process or self.kernel.current.process
         self.greenlet: Any = None
-        self.is_parked = self.was_woken = self.has_ended = False
+        self.is_parked = self.was_woken = False
         self.ticket = 0  # of the timer that may wake it
         self._ended = Event()
 
@@ -87,7 +87,6 @@ class Thread:
             if not self.kernel.is_reaping:
                 self.kernel.on_error(f"a thread of {self.process.name} ended with {error!r}")
         finally:
-            self.has_ended = True
             self.process.threads.pop(self, None)
             self._ended.set()
 
@@ -99,9 +98,6 @@ class Thread:
 
     def join(self, timeout: float | None = None) -> None:
         self._ended.wait(timeout)
-
-    def is_alive(self) -> bool:
-        return not self.has_ended
 
 
 class Kernel:
@@ -355,9 +351,6 @@ class Event:
         for thread in self._waiting:
             self.kernel.wake(thread)
         self._waiting.clear()
-
-    def clear(self) -> None:
-        self._is_set = False
 
     def wait(self, timeout: float | None = None) -> bool:
         if not self._is_set:

@@ -84,23 +84,16 @@ class Loop(asyncio.BaseEventLoop):
             ready.append(handle)
         for _ in range(len(ready)):
             if not (handle := ready.popleft())._cancelled:
-                try:
-                    handle._context.run(handle._callback, *handle._args)
-                except Exception as error:
-                    self.call_exception_handler({"message": str(handle), "exception": error})
+                handle._run()
 
-    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
-        self._ready.append(handle := asyncio.Handle(callback, args, self, context))
-        return handle
-
-    def call_soon_threadsafe(
-        self, callback: Any, *args: Any, context: Any = None
-    ) -> asyncio.Handle:
-        if self.kernel.is_reaping:
-            raise RuntimeError("the process has ended")
+    def _write_to_self(self) -> None:
         if self._is_polling:
             self.kernel.wake(self.thread)
-        return self.call_soon(callback, *args, context=context)
+
+    def call_soon_threadsafe(self, *args: Any, **kwargs: Any) -> asyncio.Handle:
+        if self.kernel.is_reaping:
+            raise RuntimeError("the process has ended")
+        return super().call_soon_threadsafe(*args, **kwargs)
 
     def _unhandled(self, _: Any, context: dict[str, Any]) -> None:
         if self.process.is_alive:
@@ -266,8 +259,7 @@ class End:
             if self.peer.is_closed:
                 self.peer.peer = self.peer = _NOBODY
 
-    def setblocking(self, _: bool) -> None:
-        """See `socket.setblocking`."""
+    setblocking = staticmethod(bool)  # see `socket.setblocking`
 
     def recv(self, size: int, flags: int = 0) -> bytes:
         """Return what has arrived; see `socket.recv`."""
@@ -296,8 +288,7 @@ class Listener:
     def fileno(self) -> int:
         return self.number
 
-    def setblocking(self, _: bool) -> None:
-        """See `socket.setblocking`."""
+    setblocking = staticmethod(bool)  # see `socket.setblocking`
 
     def accept(self) -> tuple[End, str]:
         if not self.queue:
@@ -394,9 +385,6 @@ class Transport(asyncio.Transport):
         if len(self._buffer) > self._HIGH and not self._has_paused_protocol:
             self._has_paused_protocol = True
             self.protocol.pause_writing()
-
-    def writelines(self, parts: Any) -> None:
-        self.write(b"".join(parts))
 
     def get_write_buffer_size(self) -> int:
         return len(self._buffer)

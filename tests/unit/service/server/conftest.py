@@ -1,12 +1,3 @@
 """The asynchronous tests of this folder run on a loop whose clock leaps to the next timer."""
 
-from typing import Any
-
-import pytest
-
-from tests.support.leaping_loop import LEAPING
-
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return LEAPING
+from tests.unit.service.http.conftest import anyio_backend as anyio_backend

@@ -100,7 +100,8 @@ class Returns:
         early, hold_s, ahead = 0, 0.0, line._replace(have_waited=True)
         if before is not None:
             early, is_same = before.early // 2, before.line._replace(have_waited=False) == line
-            if is_same and now >= before.at - _EARLY_S:
+            # The gate keeps places on this line alone.
+            if is_same and line.reason is Rejection.WAIT and now >= before.at - _EARLY_S:
                 line = ahead
             if before.line.client == line.client and now < before.at - _EARLY_S:
                 hold_s = min(0.25 * 2**before.early, 1.0)

@@ -126,7 +126,7 @@ def right_logits(windows: list[Window]) -> list[np.ndarray]:
 
 def test_right_logits_give_the_right_answers(tokenizer: CheckpointTokenizer) -> None:
     nothing = Question("none", "t", "Who was king?", CONTEXT, ())
-    questions = [*QUESTIONS, nothing]
+    questions = [*QUESTIONS, nothing, Question("brief", "t", "Was he the king?", "No.", ())]
     windows = make_windows(
         questions, tokenizer.tokenizer, tokens=110, stride=20, question_tokens=40
     )

@@ -17,25 +17,25 @@ from tests.support.command import call
 
 pytestmark = pytest.mark.gpu
 
-HEADERS = (
-    Path(sysconfig.get_paths()["purelib"]) / "triton/backends/nvidia/include",
-    Path("/usr/local/cuda/include"),
-)
-"""Those that torch's builds for CUDA bring along, or a toolkit's."""
+PACKAGES = sysconfig.get_paths()["purelib"]
+FOLDERS = ("nvidia/cu13/include", "triton/backends/nvidia/include", "/usr/local/cuda/include")
+HEADERS = [Path(PACKAGES, folder) for folder in FOLDERS]
+"""Those of NVIDIA's packages, those that torch's builds for CUDA bring along, or a toolkit's."""
 
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     provider = Path(ort.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
-    headers = next(
-        (folder for folder in HEADERS if (folder / "crt/host_defines.h").is_file()), None
-    )
-    if not provider.is_file() or headers is None:
-        pytest.skip(
-            "no onnxruntime-gpu"
-            if headers
-            else f"no headers of CUDA's runtime in {' or '.join(map(str, HEADERS))}"
-        )
+    if not provider.is_file():
+        pytest.skip("no onnxruntime-gpu")
+    cuda = ort.cuda_version.partition(".")[0]  # functions have other names in another one
+    version = f"#define CUDART_VERSION  {cuda}0"  # 13000 is 13.0
+    for headers in HEADERS:
+        file = headers / "cuda_runtime_api.h"
+        if (headers / "crt/host_defines.h").is_file() and version in file.read_text():
+            break
+    else:
+        pytest.skip(f"no headers of CUDA {cuda}'s runtime in {' or '.join(map(str, HEADERS))}")
     folder = tmp_path_factory.mktemp("fake-cuda")
     build(folder, provider, headers)
     return folder

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from cloze.bench.errors import BenchError
-from cloze.bench.machine import describe_machine, installed_versions
+from cloze.bench.machine import installed_versions
 from cloze.bench.one_size import SQUAD, SizeBenchmark, peak_flops
 from cloze.bench.processes import MeasuredServer
 from cloze.bench.result import Cell, Result
@@ -94,12 +94,10 @@ class _DeviceRun:
     def __init__(self, plan: DevicePlan, folder: Path) -> None:
         self._plan, self._folder = plan, folder
         self._deadline = time.monotonic() + 60 * plan.minutes
-        gpu = {"GPU": torch.cuda.get_device_name()} if plan.device is Device.CUDA else {}
         self.result = Result(
             f"{', '.join(plan.sizes)}, embed",
             {"Cloze": installed_versions()},
             {"from": "random words", "lengths": "SQuAD 1.1's; short: those of search questions"},
-            machine=gpu | describe_machine(),
         )
         self._sizes: dict[str, SizeBenchmark] = {}
         peak = peak_flops(plan.device) / 1e12

@@ -4,6 +4,7 @@ import json
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 
@@ -25,9 +26,12 @@ _LIST_VERSIONS = (
 
 
 def describe_machine() -> dict[str, str]:
-    """Return the processor, the cores that this process may use, the memory and the system."""
+    """Return NVIDIA's cards, the processor, the cores of this process, memory and the system."""
     listed = instructions()
-    return {
+    drivers = Path("/proc/driver/nvidia/gpus").glob("*/information")
+    lines = [line for each in drivers for line in each.read_text().splitlines()]
+    cards = [line.removeprefix("Model:").strip() for line in lines if line.startswith("Model:")]
+    return ({"GPU": ", ".join(cards)} if cards else {}) | {
         "processor": processor_name(),
         "instructions": " ".join(each for each in _INSTRUCTION_SETS if each in listed),
         "cores": str(available_cpus()),
@@ -37,10 +41,7 @@ def describe_machine() -> dict[str, str]:
 
 
 def stolen_share() -> float:
-    """Return the share of processor time that other guests of the host took since the last call.
-
-    Only Linux counts that time; the share is 0 elsewhere.
-    """
+    """Return other guests' share of processor time since the last call; 0 but for Linux."""
     return getattr(psutil.cpu_times_percent(), "steal", 0.0) / 100
 
 

@@ -172,8 +172,9 @@ def make_windows(
 
 
 def _window(number: int, question: Question, encoding: Encoding) -> Window:
-    offsets = np.array(without_space(question.context, encoding.offsets), np.int64)
-    offsets[[kind != 1 for kind in encoding.sequence_ids]] = -1
+    placed = zip(encoding.offsets, encoding.sequence_ids, strict=True)
+    places = [place if kind == 1 else (-1, -1) for place, kind in placed]
+    offsets = np.array(without_space(question.context, places), np.int64)
     ids, types = (np.array(each, np.int64) for each in (encoding.ids, encoding.type_ids))
     return Window(number, ids, types, offsets, *_answer_tokens(question, offsets))
 

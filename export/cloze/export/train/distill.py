@@ -157,9 +157,8 @@ class Distillation(nn.Module):
             reduction="batchmean",
             log_target=True,
         )
-        real = batch.attention_mask
-        hidden, expected = student.hidden[real].float(), teacher.hidden[real].float()
-        cosine_loss = 1 - F.cosine_similarity(hidden, expected, dim=-1).mean()
+        cosines = F.cosine_similarity(student.hidden.float(), teacher.hidden.float(), dim=-1)
+        cosine_loss = 1 - (cosines * batch.attention_mask).sum() / batch.attention_mask.sum()
         loss = (
             recipe.soft_weight * recipe.temperature**2 * soft_loss
             + recipe.masked_weight * mlm_loss

@@ -139,7 +139,7 @@ class TagRows(_LabelledRows[labelled.TaggedSentence, LabelSet]):
         logits = logits[:, : targets.shape[1]]  # the others are padding
         total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), weights, reduction="sum")
         # The mean of a batch of words without a token is not a number.
-        loss = total / weights[targets.clamp_min(0)][labelled].sum().clamp_min(1e-6)
+        loss = total / (weights[targets.clamp_min(0)] * labelled).sum().clamp_min(1e-6)
         right = (logits.argmax(-1) == targets) & labelled
         return loss, {"accuracy": right.sum() / labelled.sum().clamp_min(1)}
 

@@ -43,9 +43,10 @@ def check_answer(world: "World", asked: "Asked") -> None:
     is_dead = world.server.is_dead and not world.history.front_ends
     ends = is_dead or world.overlaps(begin - SLACK_S, end, *ENDS)
     survives = ends and _survives(world, asked)
-    if survives:
-        ends = False
+    ends = ends and not survives
     late = world.overlaps(begin, end, "stop", "slow", *ENDS)
+    hung = re.search(r"a run took longer than ([\d.]+) s", asked.error)
+    since = min(begin, end - float(hung[1])) if hung else begin
     status, kind = asked.status, asked.kind
     is_crowded = "max_connections" in world.settings
     allowed = {200}
@@ -54,7 +55,7 @@ def check_answer(world: "World", asked: "Asked") -> None:
         allowed |= {429} if "beside what was accepted" in asked.error or is_full else set()
     elif kind != "loop" or not _may_loop(world):
         allowed.add(429)
-    if ends or is_crowded or world.overlaps(begin, end, "slow"):  # it may seem to hang
+    if ends or is_crowded or world.overlaps(since, end, "slow"):  # a run may seem to hang
         allowed.add(503)
     if asked.adapter:  # it waits for room among adapters before it waits in the queue
         allowed |= {429, 504}
@@ -95,10 +96,8 @@ def check_answer(world: "World", asked: "Asked") -> None:
             world.fails(f"a refusal took {took_s:.2f} s: {asked}")
         if survives and any(fault.begin > begin + most_s for fault in world.faults_of("kill")):
             world.fails(f"it was admitted, and is refused after {took_s:.2f} s: {asked}")
-        if asked.told_s <= 10.0:
-            return
         was_slower = world.overlaps(begin - 20.0, end, "slow", "stop", *ENDS)
-        if not was_slower and "per minute" not in asked.error:
+        if asked.told_s > 10.0 and not was_slower and "per minute" not in asked.error:
             _check_told(world, asked)
 
 

@@ -30,7 +30,6 @@ class RefusedLine(NamedTuple):
     client: str
     patience: int  # see `LineKey`
     is_bulk: bool
-    have_waited: bool = False  # they came back as told, and go before the others
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +38,7 @@ class _Refused:
 
     line: RefusedLine
     at: float  # `Clock.monotonic` time at which the connection was told to come back
+    after_s: float  # seconds that it was told to wait
     moved_s: float  # seconds by which the refusal moved the latest time of its line
     early: int = 0  # number of refusals that the connection did not wait for; halved when it waits
     over: float | None = None  # arrival of the request that the gate has admitted since, or None
@@ -49,7 +49,7 @@ class Returns:
 
     Nothing is kept for a request that does not come back: a time passes, and a connection that
     closes or is admitted gives its time back. Each connection has one time, however often it asks.
-    Connections that come back as told and are refused again go before all others.
+    One that comes back as told and is refused again waits no longer than before, or until room.
 
     For example, a line works off 40 requests per second and has room in 0.1 s. The first connection
     that is refused is told 0.1 s, the next ones 0.125 s and 0.15 s.
@@ -66,20 +66,18 @@ class Returns:
     def __init__(self, processes: int = 1) -> None:
         self._processes = processes
         self._last: dict[RefusedLine, float] = {}  # the latest time that was told
-        self._due: dict[RefusedLine, dict[_Refused, None]] = {}  # by their times; all in `refused`
+        self._due: dict[RefusedLine, dict[_Refused, None]] = {}  # all in `refused`
         self.refused: dict[Connection | None, _Refused] = {}
 
     def before(self, connection: Connection | None, line: RefusedLine, now: float) -> int:
         """Return how many refused requests go before one: none if it comes back as told."""
-        count = 0
-        for due in [self._due.get(one, {}) for one in (line, line._replace(have_waited=True))]:
-            while due and (first := next(iter(due))).at <= now:
-                del due[first]
-            count += len(due)
+        due = self._due.get(line, {})
+        while due and (first := next(iter(due))).at <= now:
+            del due[first]
         refused = self.refused.get(connection)
-        if refused is None or refused.over is not None or now < refused.at - _EARLY_S:
-            return count
-        return 0 if refused.line._replace(have_waited=False) == line else count
+        if refused is not None and refused.line == line and refused.over is None:
+            return 0 if now >= refused.at - _EARLY_S else len(due)
+        return len(due)
 
     def refuse(
         self, request: ServedRequest, line: RefusedLine, now: float, room_s: float, each_s: float
@@ -97,16 +95,15 @@ class Returns:
         if before is not None and before.over not in (None, request.arrived):
             before = None
         is_exact = line.reason is Rejection.KEY_LIMIT  # a time that may be long
-        early, hold_s, ahead = 0, 0.0, line._replace(have_waited=True)
+        early, hold_s, most_s = 0, 0.0, _LONGEST_S
         if before is not None:
-            early, is_same = before.early // 2, before.line._replace(have_waited=False) == line
-            # The gate keeps places on this line alone.
-            if is_same and line.reason is Rejection.WAIT and now >= before.at - _EARLY_S:
-                line = ahead
+            early = before.early // 2
+            if before.line == line and now >= before.at - _EARLY_S:
+                most_s = max(room_s, before.after_s)  # the first time was wrong
             if before.line.client == line.client and now < before.at - _EARLY_S:
                 hold_s = min(0.25 * 2**before.early, 1.0)
                 early = min(before.early + 1, 16)
-                if is_same and before.over is None:
+                if before.line == line and before.over is None:
                     before.early = early
                     after_s = max(before.at - now, room_s)
                     return after_s if is_exact else min(after_s, _LONGEST_S), hold_s
@@ -115,19 +112,15 @@ class Returns:
             self._last.clear()
             self._due.clear()
         last, each_s = self._last.get(line, 0.0), each_s * self._processes
-        others = len(self._due.get(line, ()))
-        if line is not ahead:
-            last = max(last, self._last.get(ahead, 0.0))
-            others += len(self._due.get(ahead, ()))
         at = now + max(room_s, 0.05)
         if not is_exact:
             if last > now:  # room may come sooner than when the others were told their times
-                at = max(at, min(last + each_s, at + each_s * others))
-            at = min(at, now + _LONGEST_S)
+                at = max(at, min(last + each_s, at + each_s * len(self._due.get(line, ()))))
+            at = min(at, now + min(most_s, _LONGEST_S))
         moved_s = max(0.0, at - max(last, now))
         self._last[line] = max(last, at)
         if connection is not None:
-            self.refused[connection] = refused = _Refused(line, at, moved_s, early)
+            self.refused[connection] = refused = _Refused(line, at, at - now, moved_s, early)
             self._due.setdefault(line, {})[refused] = None
         return at - now, hold_s
 

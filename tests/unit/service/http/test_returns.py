@@ -69,14 +69,12 @@ def test_those_that_are_due_go_before_others_until_their_time() -> None:
     assert before(Open(), LINE, 110.6) == 1, "the second one was told an earlier time"
 
 
-def test_who_comes_back_as_told_and_is_refused_again_goes_before_the_others() -> None:
-    made, first, second = Told(), Open(), Open()
-    for connection in (first, second, Open()):
+def test_who_comes_back_as_told_and_is_refused_again_waits_no_longer_than_before() -> None:
+    made, first, others = Told(), Open(), [Open() for _ in range(9)]
+    for connection in (first, *others):
         made.refuse(connection, 100.0)
-    assert made.refuse(first, 102.0, 0.7)[0] == pytest.approx(0.7), "not after 103"
-    assert made.refuse(second, 102.5, 0.2)[0] == pytest.approx(0.7), "half a second after the first"
-    assert made.returns.before(Open(), LINE, 102.6) == 3
-    assert made.refuse(Open(), 102.6, 0.1)[0] == pytest.approx(1.1), "after the second"
+    assert made.refuse(first, 102.0)[0] == pytest.approx(2.0), "not after the ninth, in 9 s"
+    assert made.refuse(first, 104.0, 3.0)[0] == pytest.approx(3.0), "no room before"
 
 
 def test_a_time_is_given_back_by_who_is_admitted_early_or_leaves() -> None:
